@@ -356,15 +356,15 @@ class ForeignNames(ForwardNames, ABC):
         return build_multimodal_inputs(all_prompts, all_images, images_num, all_videos, videos_num)
 
     def update_engine_weights(self: Native, actor: nn.Module) -> None:
-        """Does what sync_weights does."""
+        """Calls sync_weights()."""
         self.serving.sync_weights(actor)
 
     def maybe_sleep_inference_engine(self: Native) -> None:
-        """Does what sleep_engine does."""
+        """Calls sleep_engine()."""
         self.serving.sleep()
 
     def wakeup_inference_engine(self: Native) -> None:
-        """Does what wake_engine does."""
+        """Calls wake_engine()."""
         self.serving.wake()
 
     def sync_model_to_rollout(self: Native, actor: nn.Module | None = None) -> None:

@@ -1,10 +1,10 @@
-"""The account of one weight sync: which parameters came, what is wrong with any, and whether the engine holds them.
+"""The account of one weight sync: which parameters arrived, their problems, and whether the engine holds them.
 
-Two accounts are kept. WeightProof watches the tensors on their way to the engine: they are the trainer's, each name
-once, each with the trainer's values. On several ranks RankAgreement watches too: they are the same on all. The engine's
-own WeightAccount tells whether it holds what it was given. Engines differ in where a tensor ends up (placement.py);
-what they report about it is the same for all of them. The canary (strategy/serving/colocated_serving.py) checks the
-result by its logprobs.
+Two accounts are kept. WeightProof watches the tensors on their way to the engine: each of the trainer's names must come
+once, with the trainer's values. On several ranks, RankAgreement also checks that they are the same on all ranks. The
+engine's own WeightAccount tells whether the engine holds what it was given. Engines differ in where a tensor ends up
+(placement.py), but all report the same about it. The canary (strategy/serving/colocated_serving.py) checks the result
+by its logprobs.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from lightrl.engines.weights.fingerprint import KnownWeight, KnownWeights, Sums,
 Shape = tuple[int, ...]
 Window = tuple[tuple[int, int, int], ...]  # (dim, start, length) each
 
-_NUM_SHOWN = 20  # problems named in an error
+_NUM_SHOWN = 20  # number of problems that an error lists
 _NUM_SAMPLED = 32  # values compared of a tensor, or of each part of it
-_FEWEST_SAMPLED = 8  # of a matrix from its diagonal; one with fewer rows or columns is sampled all over
-_STRIDE = 2_654_435_761  # a prime, so that the sampled values lie in every row and column of a matrix
+_FEWEST_SAMPLED = 8  # values from a matrix's diagonal; one with fewer rows or columns is sampled all over
+_STRIDE = 2_654_435_761  # a prime, so that every row and column of a matrix is sampled
 
 
 class Place(NamedTuple):
-    """A part of one of the engine's parameters, and the part of the given tensor that belongs there."""
+    """A part of an engine's parameter, and the part of the given tensor that belongs there."""
 
     parameter: str
     held: Window = ()
@@ -46,10 +46,10 @@ class _Sample(NamedTuple):
 
 
 class WeightAccount:
-    """Records which of the expected parameters came, and everything that is wrong with one of them."""
+    """Records which of the expected parameters arrived, and every problem with them."""
 
     def __init__(self, shapes: Mapping[str, Shape | None], tied: Iterable[frozenset[str]] = ()) -> None:
-        """shapes: of every parameter under each of its names; None accepts any. tied: the names of one parameter."""
+        """Takes `shapes` of every parameter under each of its names (None accepts any), and groups of `tied` names."""
         self._shapes = shapes
         self._names_of = {name: group for group in tied for name in group}
         self._came: set[str] = set()
@@ -59,16 +59,16 @@ class WeightAccount:
 
     @classmethod
     def of_model(cls, model: nn.Module) -> WeightAccount:
-        """Expects every parameter of the model; a tied one may come under any or all of its names."""
+        """Returns an account that expects every parameter of a model; a tied one may come under any of its names."""
         return cls(*named_shapes(model))
 
     @property
     def num_events(self) -> int:
-        """Grows with every tensor that came and with every problem."""
+        """A count that grows with every accepted tensor and every problem."""
         return len(self._came) + len(self._problems)
 
     def accept(self, name: str, tensor: Tensor) -> bool:
-        """Returns whether the engine should load the tensor; if it should not, that is a problem."""
+        """Returns whether the engine should load the tensor; if not, records a problem."""
         is_new = name in self._shapes and name not in self._came
         is_good = is_new and self._shapes[name] in (None, tuple(tensor.shape))
         if not is_good:
@@ -84,19 +84,19 @@ class WeightAccount:
         return f"misshapen {name}: got {tuple(tensor.shape)}, the model has {self._shapes[name]}"
 
     def add_problem(self, problem: str) -> None:
-        """Records what an engine's loader found wrong."""
+        """Records a problem that an engine's loader found."""
         self._problems.append(problem)
 
     def remember_values(self, name: str, tensor: Tensor, parameter: Tensor, place: Place | None = None) -> None:
         """Keeps a few values of a tensor that is being loaded, to compare them with the parameter afterwards."""
         place = place or Place(name)
-        is_square = tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1]  # and perhaps kept transposed
+        is_square = tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1]  # it may be kept transposed
         where = sampled_indices(tuple(tensor.shape), () if is_square else place.given, tensor.device)
         values = tensor.detach()[where].to(parameter.device, parameter.dtype)
         self._samples.append(_Sample(name, parameter, place, tuple(tensor.shape), where, values))
 
     def remember_copy(self, name: str, tensor: Tensor, parameter: Tensor) -> None:
-        """Does the same, in less time, for a parameter of the same shape that keeps its memory."""
+        """Remembers values in less time for a parameter of the same shape that keeps its memory."""
         values = few_values(tensor)
         if values is None:
             self.remember_values(name, tensor, parameter)
@@ -105,7 +105,7 @@ class WeightAccount:
 
     def _lost_copies(self) -> list[str]:
         held = [few_values(parameter) for _, _, parameter in self._copies]
-        found = [values for values in held if values is not None]  # None: emptied meanwhile
+        found = [values for values in held if values is not None]  # None: it was emptied meanwhile
         given = [values for _, values, _ in self._copies]
         if not given or (len(found) == len(given) and torch.equal(torch.cat(found), torch.cat(given))):
             return []
@@ -125,7 +125,7 @@ class WeightAccount:
         ]
 
     def _missing(self) -> list[str]:
-        """Names each parameter that did not come, by the first of its tied names."""
+        """Names each parameter that did not arrive, by the first of its tied names."""
         missing = [name for name in self._shapes if self._came.isdisjoint(self._names_of.get(name, (name,)))]
         return self._one_of_each(missing) if missing else []
 
@@ -144,7 +144,7 @@ def raise_problems(problems: list[str], what: str) -> None:
 
 
 def named_shapes(model: nn.Module) -> tuple[dict[str, Shape], list[frozenset[str]]]:
-    """Returns the shape of every parameter under each of its names, and the groups of names of one tied parameter."""
+    """Returns the shape of every parameter under each of its names, and the groups of tied names."""
     named = dict(model.named_parameters(remove_duplicate=False))
     by_identity: dict[int, list[str]] = {}
     for name, parameter in named.items():
@@ -157,7 +157,7 @@ def named_shapes(model: nn.Module) -> tuple[dict[str, Shape], list[frozenset[str
 
 
 def sampled_indices(shape: Shape, window: Window = (), device: torch.device | None = None) -> tuple[Tensor, ...]:
-    """Returns indices of a few values of a tensor, or of a window of it: one index tensor for each dimension."""
+    """Returns indices of a few values of a tensor or a window of it, as one index tensor per dimension."""
     sizes, starts = list(shape), [0] * len(shape)
     for dim, start, length in window:
         sizes[dim], starts[dim] = length, start
@@ -167,7 +167,7 @@ def sampled_indices(shape: Shape, window: Window = (), device: torch.device | No
 
 
 def few_values(tensor: Tensor) -> Tensor | None:
-    """Returns a view of values from all over a vector, or a matrix of some size: a few rows, each at another column."""
+    """Returns a view of values from all over a vector, or of a large enough matrix: a few rows at other columns."""
     shape, strides = tensor.shape, tensor.stride()
     if not 0 < len(shape) < 3 or min(shape) < _FEWEST_SAMPLED:
         return None
@@ -179,7 +179,7 @@ def few_values(tensor: Tensor) -> Tensor | None:
 def is_held(parameter: Tensor, place: Place, shape: Shape, where: tuple[Tensor, ...], values: Tensor) -> bool:
     """Returns whether a parameter has the values of a tensor, to the bit; values outside the place are not compared.
 
-    shape: of the whole tensor. where: the indices of the values in it.
+    shape: that of the whole tensor. where: the indices of the values in it.
     """
     held = parameter.detach()
     if held.shape == shape and not place.held and not place.given:
@@ -190,7 +190,7 @@ def is_held(parameter: Tensor, place: Place, shape: Shape, where: tuple[Tensor, 
 
 
 def _is_held_transposed(held: Tensor, place: Place, shape: Shape, where: tuple[Tensor, ...], values: Tensor) -> bool:
-    """Returns whether a layer keeps its matrix transposed (Conv1D); the shape of a square one does not tell."""
+    """Returns whether a layer keeps its matrix transposed (Conv1D), which a square shape cannot show."""
     if len(shape) != 2 or place.held or (shape[0] != shape[1] and tuple(held.shape) != shape[::-1]):
         return False
     return _has_values(held, place, shape[::-1], where[::-1], values)
@@ -199,7 +199,7 @@ def _is_held_transposed(held: Tensor, place: Place, shape: Shape, where: tuple[T
 def _has_values(held: Tensor, place: Place, shape: Shape, where: tuple[Tensor, ...], values: Tensor) -> bool:
     for dim, start, length in place.held:
         if dim >= held.dim() or start + length > held.shape[dim]:
-            return False  # emptied or replaced meanwhile
+            return False  # it was emptied or replaced meanwhile
         held = held.narrow(dim, start, length)
     indices, sizes = list(where), list(shape)
     is_inside = torch.ones_like(values, dtype=torch.bool)
@@ -220,28 +220,28 @@ def _are_equal(held: Tensor, values: Tensor) -> bool:
 
 
 def is_same_memory(tensor: Tensor, known: KnownWeight) -> bool:
-    """Returns whether a tensor is a view of the same elements in the same order as one that is known."""
+    """Returns whether a tensor is a view of the same elements in the same order as a known one."""
     if not isinstance(known, Tensor) or tensor.data_ptr() != known.data_ptr() or tensor.stride() != known.stride():
         return False
     return (tensor.shape, tensor.dtype, tensor.device) == (known.shape, known.dtype, known.device)
 
 
 class WeightProof:
-    """Watches the pairs on their way to the engine and reports afterwards which are not the trainer's.
+    """Watches pairs on their way to the engine and afterwards reports those that are not the trainer's.
 
-    The trainer takes a fingerprint of each parameter from its own shards, and the tensors travel on another path.
+    The trainer takes a fingerprint of each parameter from its shards; the tensors take a different path.
     """
 
     def __init__(self, expected: KnownWeights | None) -> None:
-        """Takes what is known of all the trainer's parameters; None counts bytes only."""
+        """Takes the fingerprints or tensors of all the trainer's parameters; with None, only counts bytes."""
         self._expected = expected
         self._account = WeightAccount(dict.fromkeys(expected or ()))
-        self._sums: Sums | None = None  # read at the end, so that no device waits for each
+        self._sums: Sums | None = None  # read at the end, so that a device does not wait for each
         self._summed: list[tuple[str, int]] = []  # names and numbers of elements
         self.num_bytes = 0
 
     def watched(self, weights: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-        """Yields the pairs unchanged and takes a fingerprint of each that is not the trainer's own tensor."""
+        """Yields the pairs unchanged, taking a fingerprint of each that is not the trainer's own tensor."""
         accept, expected = self._account.accept, self._expected
         for name, tensor in weights:
             self.num_bytes += tensor.nbytes

@@ -1,7 +1,7 @@
-"""LoRA adapters on their way to an engine: their names, and what an engine applies beside a weight.
+"""LoRA adapters on their way to an engine: their names, and the factors that an engine applies beside a weight.
 
-A factor travels under the plain name of its layer: LAYER.lora_A.weight [rank, inputs], and LAYER.lora_B.weight
-[outputs, rank] with the adapter's scale in it. So an engine adds B A x to a layer's output and knows no scale.
+A factor is sent under the plain name of its layer: LAYER.lora_A.weight [rank, inputs], and LAYER.lora_B.weight
+[outputs, rank], which includes the adapter's scale. So an engine adds B A x to a layer's output and needs no scale.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 
 
 class Factors(NamedTuple):
-    """What an adapter adds to the output of a layer: up @ down @ inputs."""
+    """The factors of an adapter, which adds up @ down @ inputs to the output of a layer."""
 
     down: Tensor  # [rank, inputs]
     up: Tensor  # [outputs, rank], scaled
 
 
 def with_factors(other: SavedAdapter) -> dict[str, Factors]:
-    """Returns an adapter of the user by its layers."""
+    """Returns the factors of a user's adapter, by layer."""
     return {layer: Factors(*pair) for layer, pair in other.factors.items()}
 
 
 def label(adapter: str, layer: str) -> str:
-    """Returns what errors call an adapter of a layer: adapters of the user with their names."""
+    """Returns the name of a layer's adapter in errors, which for a user's adapter includes its own name."""
     return layer if adapter == POLICY else f"{adapter}:{layer}"
 
 
 def adapter_and_layer(labelled: str) -> tuple[str, str]:
-    """Returns what label() was given."""
+    """Returns the adapter and the layer from a label()."""
     adapter, _, layer = labelled.rpartition(":")
     return adapter or POLICY, layer
 
 
 class ArrivingAdapters:
-    """The adapters of one weight sync, taken out of the stream of weights."""
+    """Collects the adapters of one weight sync from the stream of weights."""
 
     def __init__(self, layers: Iterable[str]) -> None:
-        """layers: the plain names of the layers whose adapters must come."""
+        """Takes the plain names of the `layers` whose adapters must arrive."""
         self._layers = sorted(layers)
         self.account = WeightAccount({name + part: None for name in self._layers for part in (DOWN, UP)})
         self._came: dict[str, Tensor] = {}
 
     def taken_from(self, weights: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-        """Yields the pairs that belong to no adapter, and keeps the others."""
+        """Yields the pairs that are not part of an adapter, and keeps the others."""
         for name, tensor in weights:
             if not name.endswith((DOWN, UP)):
                 yield name, tensor
@@ -62,7 +62,7 @@ class ArrivingAdapters:
                 self._came[name] = tensor.detach()
 
     def factors(self) -> dict[str, Factors]:
-        """Returns the adapters that came whole, by layer."""
+        """Returns the adapters that arrived complete, by layer."""
         pairs = ((name, self._came.get(name + DOWN), self._came.get(name + UP)) for name in self._layers)
         return {name: Factors(down, up) for name, down, up in pairs if down is not None and up is not None}
 
@@ -74,7 +74,7 @@ class ArrivingAdapters:
 
 
 def cut_like(factors: Factors, places: Sequence[Place]) -> Factors:
-    """Returns the slices of an adapter beside the parts of its layer's weight [outputs, inputs] at these places."""
+    """Returns an adapter's slices for the parts of its layer's weight [outputs, inputs] at these places."""
     columns = [window for place in places[:1] for window in place.given if window[0] == 1]
     rows = [window for place in places for window in place.given if window[0] == 0]
     down = factors.down.narrow(*columns[0]) if columns else factors.down
@@ -83,13 +83,13 @@ def cut_like(factors: Factors, places: Sequence[Place]) -> Factors:
 
 
 def fits(factors: Factors, inputs: int, outputs: int) -> bool:
-    """Returns whether an adapter can stand beside a layer of this size."""
+    """Returns whether an adapter fits a layer of this size."""
     rank = factors.down.shape[0]
     return tuple(factors.down.shape) == (rank, inputs) and tuple(factors.up.shape) == (outputs, rank)
 
 
 def layer_sizes(model: nn.Module, layers: Iterable[str]) -> Mapping[str, tuple[int, int]]:
-    """Returns (inputs, outputs) of linear layers by their names."""
+    """Yields (inputs, outputs) of linear layers by name."""
     sizes = {}
     for name in layers:
         layer: Any = model.get_submodule(name)
@@ -101,9 +101,9 @@ def layer_sizes(model: nn.Module, layers: Iterable[str]) -> Mapping[str, tuple[i
 
 @contextmanager
 def unwrapped(model: nn.Module) -> Iterator[Mapping[str, Any]]:
-    """Puts layers that a server has wrapped for adapters back in their places, where its loader looks for them.
+    """Puts layers that a server has wrapped for adapters back in place, where its loader looks for them.
 
-    Yields the wrappers by the names of the layers.
+    Yields the wrappers by layer name.
     """
     wrappers: dict[str, Any] = {name: module for name, module in model.named_modules() if hasattr(module, "set_lora")}
     try:

@@ -1,13 +1,13 @@
-"""Fingerprints of tensors: exact sums over their bytes, which shards add up to and in which every position counts.
+"""Fingerprints of tensors: exact sums over their bytes, in which every position counts and shards add up.
 
-A tensor is read once, as rows of bytes. Each byte is multiplied by a number that belongs to its position in the whole
-tensor, and all are added modulo 2**64. The order of the sum does not matter, so the fingerprints of shards add up to
-that of the whole tensor, whatever the device. One changed byte always shows, and so do any two of a row of 4096; four
-random bytes, as of one value in float32, show but for a chance of about 1 in 2**28, and each further row that changes
-multiplies it by as much, down to 1 in 2**60.
+A tensor is read once, as rows of bytes. Each byte is multiplied by a number for its position in the whole tensor, and
+the products are added modulo 2**64. The order of the sum does not matter, so the fingerprints of shards add up to that
+of the whole tensor, whatever the device. One changed byte always shows, and so do any two in a row of 4096. Four random
+bytes, such as one float32 value, go unnoticed with a chance of about 1 in 2**28; each further row that changes
+multiplies the chance by as much, down to 1 in 2**60.
 
-The number of a position is that of its place in a row times that of the row. The first is a sum of two products: rows
-of bytes times a vector of small integers is what processors compute fastest, about as fast as they read.
+The number of a position is that of its place in a row times that of the row. The first is a sum of two products, since
+rows of bytes times a vector of small integers is what processors compute fastest, about as fast as they read.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_ROW = 1 << 12  # bytes that are multiplied at once
-_NUM_SUMS = 2  # of each row
-_IN_CACHE = 1 << 8  # rows that a CPU reads again for each sum
-_SMALLEST, _LARGEST = 9, 63  # of the matrix: with 7 bits the products of processors without VNNI do not saturate
-_SMALL = 1 << 16  # bytes of a tensor that is read together with others
+_ROW = 1 << 12  # bytes that are multiplied together
+_NUM_SUMS = 2  # sums of each row
+_IN_CACHE = 1 << 8  # rows that a CPU reads once per sum
+_SMALLEST, _LARGEST = 9, 63  # of the matrix: with 7 bits, products on processors without VNNI do not saturate
+_SMALL = 1 << 16  # bytes below which a tensor is read together with others
 _STAGED_BYTES = 1 << 18
-_WAITING_ROWS = 1 << 18  # whose products wait for the rest of the sum
+_WAITING_ROWS = 1 << 18  # rows whose products wait for the rest of the sum
 _ON_DEVICE = 1 << 10  # rows that an accelerator converts at a time
 
 
 class Fingerprint(NamedTuple):
-    """A sum over the bytes of a whole tensor, modulo 2**64, and the number of its elements."""
+    """A sum over the bytes of a whole tensor, modulo 2**64, and the number of elements."""
 
     total: int
     numel: int
 
 
-# What is known of a weight before it is sent: its fingerprint, or the trainer's own tensor where that is sent by
-# reference, since it is then proven by the memory that it lies in and need not be read.
+# What is known of a weight before it is sent: its fingerprint or, if it is sent by reference, the trainer's own tensor,
+# whose memory then proves it without reading it.
 KnownWeight: TypeAlias = Fingerprint | Tensor
-KnownWeights: TypeAlias = Mapping[str, KnownWeight]  # by Hugging Face name
+KnownWeights: TypeAlias = Mapping[str, KnownWeight]  # keyed by Hugging Face name
 
 
 class Span(NamedTuple):
-    """The places of a shard's elements in the flattened whole tensor: `width` in a row, then a step of `pitch`.
+    """The places of a shard's elements in the flattened whole tensor: runs of `width`, `pitch` apart.
 
-    Width 0 means that all of them follow each other.
+    Width 0 means that all elements are consecutive.
     """
 
     start: int = 0
@@ -56,7 +56,7 @@ class Span(NamedTuple):
 
 
 def span_of(whole: Sequence[int], part: Sequence[int], offsets: Sequence[int]) -> Span:
-    """Returns the span of a part that begins at the offsets; it may be cut along dim 0 and one other dimension."""
+    """Returns the span of a part that begins at these offsets and is cut along dim 0 and at most one other dim."""
     cut = [dim for dim in range(1, len(whole)) if part[dim] != whole[dim]]
     assert len(cut) < 2, (whole, part)
     start = sum(offset * math.prod(whole[dim + 1 :]) for dim, offset in enumerate(offsets))
@@ -73,16 +73,16 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
 
 
 def fingerprint_of(known: KnownWeight) -> Fingerprint:
-    """Returns the fingerprint of a weight, which is taken now from one that is a tensor."""
+    """Returns the fingerprint of a known weight, computing it if a tensor is known."""
     return fingerprint(known) if isinstance(known, Tensor) else known
 
 
 class Sums:
-    """The sums of many tensors, or of shards of them; small ones are read together."""
+    """The sums of many tensors or shards; small ones are read together."""
 
     def __init__(self) -> None:
         self._count = 0
-        self._products: list[Tensor] = []  # of rows with the matrix
+        self._products: list[Tensor] = []  # products of rows with the matrix
         self._places: list[_Rows] = []  # of these rows
         self._num_waiting = 0  # rows
         self._totals: list[tuple[Tensor, Tensor]] = []  # tensors, and parts of their sums
@@ -91,7 +91,7 @@ class Sums:
         self._num_bytes = 0  # staged
 
     def add(self, tensor: Tensor, span: Span | None = None, *, is_lent: bool = False) -> None:
-        """Takes the next tensor's, or shard's, share of the sum. is_lent: its memory may be gone after the call."""
+        """Adds the next tensor's or shard's share of the sum. is_lent: its memory may be gone after the call."""
         tensor, span = tensor.detach(), span or Span()
         for part, start in _in_order(tensor, span) if span.width else ((tensor, span.start),):
             content = part.reshape(-1).view(torch.int8)
@@ -112,8 +112,8 @@ class Sums:
         return totals
 
     def _read(self, content: Tensor, start: int) -> None:
-        """Adds bytes that follow each other, from byte `start` of the whole tensor on."""
-        head = -start % _ROW  # up to the first whole row
+        """Adds consecutive bytes that begin at byte `start` of the whole tensor."""
+        head = -start % _ROW  # bytes up to the first whole row
         num_rows = (content.numel() - head) // _ROW
         end = head + num_rows * _ROW
         self._multiply(content[head:end].view(num_rows, _ROW), [_Rows(self._count, (start + head) // _ROW, num_rows)])
@@ -122,7 +122,7 @@ class Sums:
             self._stage(content[end:].clone(), start + end)
 
     def _stage(self, content: Tensor, start: int) -> None:
-        """Keeps bytes that fill few rows, or a part of one, with zeros around them."""
+        """Keeps bytes that fill only a few rows or a part of one, with zeros around them."""
         size, lead = content.numel(), start % _ROW
         if not size:
             return
@@ -162,7 +162,7 @@ class Sums:
 
 
 class _Rows(NamedTuple):
-    """Rows of bytes that follow each other in a whole tensor."""
+    """Consecutive rows of bytes of a whole tensor."""
 
     owner: int
     first: int
@@ -170,7 +170,7 @@ class _Rows(NamedTuple):
 
 
 def _in_order(tensor: Tensor, span: Span) -> Iterator[tuple[Tensor, int]]:
-    """Lays what is cut by columns into whole rows of zeros, which add nothing; yields parts and their first places."""
+    """Puts a shard cut by columns into rows of zeros, which add nothing; yields parts and their first places."""
     column, runs = span.start % span.pitch, tensor.reshape(-1, span.width)
     num_runs = max(1, _STAGED_BYTES // (span.pitch * tensor.element_size()))
     for first in range(0, len(runs), num_runs):
@@ -189,7 +189,7 @@ def _product(rows: Tensor) -> Tensor:
 
 
 def _integer_product(rows: Tensor) -> Tensor:
-    """Returns the same, vector by vector: for a matrix of few columns oneDNN leaves most of a processor idle."""
+    """Computes the product vector by vector, as oneDNN leaves most of a CPU idle with a matrix of few columns."""
     sums = torch.empty(_NUM_SUMS, len(rows), 1, dtype=torch.int32)
     columns = _matrix(rows.device, torch.int8).unsqueeze(2)
     for start in range(0, len(rows), _IN_CACHE):
@@ -201,7 +201,7 @@ def _integer_product(rows: Tensor) -> Tensor:
 
 @functools.lru_cache
 def _has_exact_product() -> bool:
-    """Returns whether torch's product of 8-bit integers works on this processor, and does not saturate."""
+    """Returns whether torch's product of 8-bit integers works on this processor without saturating."""
     signs = torch.from_numpy(_odd_numbers(2 << 32, 4 * _ROW)).view(4, _ROW) >> 63
     rows, matrix = (signs ^ 127).to(torch.int8), _matrix(torch.device("cpu"), torch.int8)
     worst = torch.where(matrix[0] > 0, 127, -128).to(torch.int8)
@@ -252,7 +252,7 @@ def _many_row_factors(device: torch.device, count: int) -> Tensor:
 
 
 def _odd_numbers(start: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """Returns odd numbers that look random, by splitmix64 (https://doi.org/10.1145/2714064.2660195)."""
+    """Returns pseudo-random odd numbers, by splitmix64 (https://doi.org/10.1145/2714064.2660195)."""
     values = np.arange(start + 1, start + 1 + count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,7 +1,7 @@
-"""Translates the names that transformers gives to weights in memory into those of a checkpoint.
+"""Translates transformers' names of weights in memory into those of a checkpoint.
 
-Since transformers 5 a model in memory may name its weights differently from its checkpoint, or hold the weights of
-several experts as one tensor. Engines that read checkpoints want the checkpoint's names.
+Since transformers 5, a model in memory may name its weights differently from its checkpoint, or hold the weights of
+several experts as one tensor. Engines that read checkpoints need the checkpoint's names.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _LAYER = re.compile(r"^(.*?\.\d+)\.")
 
 
 def checkpoint_pairs(model: PreTrainedModel, pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yields the pairs under the names, and in the form, that the model's checkpoint has.
+    """Yields the pairs under the names and in the form of the model's checkpoint.
 
-    Where the form changes, one layer is held at a time: the pairs must come layer by layer, as sorted names do.
+    If the form changes, one layer is held at a time: pairs must come layer by layer, as sorted names do.
     """
     # from_pretrained notes its conversions on the model, but a rank that built the model from its config has none of
     # them, and all ranks must agree. These two functions are not public. They can go when transformers offers a way to

@@ -1,8 +1,8 @@
-"""Finds where a serving engine keeps each tensor of a weight sync, so that its values can be read back and compared.
+"""Finds where a serving engine keeps each tensor of a weight sync, to read its values back and compare them.
 
-vLLM and SGLang build models in one style: names of their own, q/k/v and gate/up fused into one parameter, rows or
+vLLM and SGLang build models in the same style: their own names, q/k/v and gate/up fused into one parameter, rows or
 columns split over the ranks of a tensor-parallel group, a padded vocabulary, experts stacked into two parameters. A
-tensor that these rules do not find is not compared; for such tensors the canary is the proof.
+tensor that these rules do not find is not compared; for such tensors, the canary is the proof.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from torch import nn
 
 from lightrl.engines.weights.account import Place, Shape, Window
 
-_READABLE = (torch.float32, torch.bfloat16, torch.float16)  # others hold quantised values
+_READABLE = (torch.float32, torch.bfloat16, torch.float16)  # other types hold quantised values
 _EXPERTS = re.compile(r"(.+\.experts)\.(?:(\d+)\.)?(gate_up_proj|gate_proj|up_proj|down_proj|w1|w2|w3)(?:\.weight)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerRules:
-    """How one server names and fuses the layers of its models."""
+    """How a server names and fuses the layers of its models."""
 
-    fused: Mapping[str, Sequence[str]] = field(  # the server's layer, and the checkpoint's layers in their order
+    fused: Mapping[str, Sequence[str]] = field(  # the server's layer, and the checkpoint's layers in order
         default_factory=lambda: {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     )
-    # Layers that the checkpoint fuses too, in the same order. Others (query_key_value, c_attn ...) may be reordered.
+    # Layers that the checkpoint also fuses in the same order. Others (query_key_value, c_attn ...) may be reordered.
     fused_alike: tuple[str, ...] = ("qkv", "qkv_proj", "gate_up_proj")
-    renamed: Mapping[str, str] = field(default_factory=dict)  # layers with another name than in the checkpoint
-    finds_by_ending: bool = False  # whether a name may be known by an ending that only one parameter has
+    renamed: Mapping[str, str] = field(default_factory=dict)  # layers whose name differs from the checkpoint's
+    finds_by_ending: bool = False  # whether the ending of a name identifies the only parameter that has it
     compares_experts: bool = True  # False for a server that packs them while it loads
     pads: bool = False  # whether a layer may be wider than the checkpoint's
 
 
 class Placement:
-    """Knows which part of which of a model's parameters holds a tensor of the checkpoint."""
+    """Finds the part of a model's parameter that holds a tensor of the checkpoint."""
 
     def __init__(self, model: nn.Module, rules: ServerRules, *, tp_rank: int = 0, tp_size: int = 1) -> None:
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -51,21 +51,21 @@ class Placement:
         self._by_ending = _names_by_ending(self.parameters) if rules.finds_by_ending else {}
 
     def places(self, name: str, shape: Shape) -> list[Place] | None:
-        """Returns where this rank keeps parts of the tensor; None if that is not known."""
+        """Returns the places where this rank keeps parts of the tensor; None if unknown."""
         places = self._places(self.own_name(name), shape)
         if places and any(self.parameters[place.parameter].dtype not in _READABLE for place in places):
             return None
         return places
 
     def part_of(self, place: Place) -> int:
-        """Returns the index of a place among the tensors that one parameter holds; 0 where it holds one."""
+        """Returns the index of a place among the tensors in one parameter; 0 if there is only one."""
         start = next((first for dim, first, _ in place.held if dim == 0), 0)
         layer = place.parameter.rpartition(".")[0]
         ends = accumulate(rows for rows, _, _ in self._parts(layer)) if start else ()
         return sum(end <= start for end in ends)
 
     def own_name(self, name: str) -> str:
-        """Returns the name that the renaming rules of the model, and of the models inside it, give to a tensor."""
+        """Returns a tensor's name after the renaming rules of the model and of the models inside it."""
         for prefix, rename in self._renamers:
             if name.startswith(prefix):
                 name = prefix + (rename(name.removeprefix(prefix)) or name.removeprefix(prefix))
@@ -86,7 +86,7 @@ class Placement:
         return self._fused_place(held, index, shape) if held is not None else None
 
     def _known(self, name: str) -> str | None:
-        """Returns the parameter of this name, or the only one with the longest ending of it that any has."""
+        """Returns the parameter of this name, or else the only one that shares the longest ending with it."""
         if name in self.parameters:
             return name
         parts = name.split(".")
@@ -109,13 +109,13 @@ class Placement:
         return getattr(module, "tp_rank", self._tp[0]), getattr(module, "tp_size", self._tp[1])
 
     def _plain_place(self, own: str, layer: str, shape: Shape) -> list[Place] | None:
-        """Returns the whole tensor, or this rank's slice of its one split dimension."""
+        """Returns the place of the whole tensor, or of this rank's slice of its one split dimension."""
         held = tuple(self.parameters[own].shape)
         is_flattened = held[:1] == shape[:1] and self.parameters[own].numel() == torch.Size(shape).numel()
         if held == shape or is_flattened or (len(shape) == 2 and held == shape[::-1]):
             return [Place(own)]
         vocabulary = getattr(self._modules.get(layer), "shard_indices", None)
-        if vocabulary is not None and held[1:] == shape[1:]:  # padded and perhaps split
+        if vocabulary is not None and held[1:] == shape[1:]:  # it is padded and perhaps split
             start, end = vocabulary.org_vocab_start_index, vocabulary.org_vocab_end_index
             return [Place(own, ((0, 0, end - start),), ((0, start, end - start),))] if end > start else []
         rank, size = self._rank_of(layer)
@@ -130,7 +130,7 @@ class Placement:
         return [Place(own, () if length == held[dim] else ((dim, 0, length),), ((dim, first, length),))]
 
     def _num_here(self, own: int, whole: int, first: int, given: int) -> int | None:
-        """Returns how many of the given rows this rank's slice has; None if the server's whole is another one."""
+        """Returns how many of the given rows this rank's slice has; None if the server's whole size differs."""
         if given != whole and not (self._rules.pads and given < whole):
             return None
         return max(0, min(own, given - first))
@@ -142,7 +142,7 @@ class Placement:
         if not hasattr(module, "total_num_kv_heads"):
             return [(whole // size, whole, rank * (whole // size)) for whole in module.output_sizes]
         head, value_head = module.head_size, getattr(module, "v_head_size", module.head_size)
-        kv_rank = rank // module.num_kv_head_replicas  # ranks share a key head where there are few
+        kv_rank = rank // module.num_kv_head_replicas  # ranks share a key head if there are few
         parts = [(module.num_heads * head, module.total_num_heads * head, rank)]
         parts += [
             (module.num_kv_heads * each, module.total_num_kv_heads * each, kv_rank) for each in (head, value_head)
@@ -150,7 +150,7 @@ class Placement:
         return [(rows, whole, slot * rows) for rows, whole, slot in parts]
 
     def _fused_place(self, own: str, index: int, shape: Shape) -> list[Place] | None:
-        """Returns the place of one of the tensors that the server keeps in one parameter."""
+        """Returns the place of a tensor that the server keeps in one parameter with others."""
         layer = own.rpartition(".")[0]
         if not hasattr(self._modules.get(layer), "output_sizes"):
             return None
@@ -165,7 +165,7 @@ class Placement:
         return [Place(own, ((0, offset, length),), ((0, first, length),))]
 
     def _split_places(self, own: str, layer: str, shape: Shape) -> list[Place] | None:
-        """Returns the places of a tensor that is fused on both sides: whole parts, one behind the other."""
+        """Returns the places of a tensor that is fused on both sides: whole parts, one after the other."""
         parts, held = self._parts(layer), self.parameters[own].shape
         if shape[0] != sum(part[1] for part in parts) or shape[1:] != tuple(held[1:]):
             return None
@@ -176,7 +176,7 @@ class Placement:
         return places
 
     def _expert_places(self, match: re.Match[str], shape: Shape) -> list[Place] | None:
-        """Returns the places of experts: stacked, as transformers has them in memory, or one by one."""
+        """Returns the places of experts, stacked as in transformers' memory or one by one."""
         prefix, expert, part = match.groups()
         is_down = part in ("down_proj", "w2")
         own = self._expert_parameter(prefix, "w2_weight" if is_down else "w13_weight")
@@ -187,7 +187,7 @@ class Placement:
         rank, size = getattr(module, "moe_tp_rank", self._tp[0]), getattr(module, "moe_tp_size", self._tp[1])
         local = None if expert is None else int(expert) - getattr(module, "moe_ep_rank", 0) * held[0]
         inner = held[2] if is_down else held[1] // 2
-        dim = (1 if is_down else 0) + (expert is None)  # of the given tensor, that is split over the ranks
+        dim = (1 if is_down else 0) + (expert is None)  # dimension of the given tensor that is split over the ranks
         halves = ["gate", "up"] if part == "gate_up_proj" else ["up"] if part in ("up_proj", "w3") else ["gate"]
         given = shape[dim] // len(halves) if dim < len(shape) else 0
         expected = (held[1], given) if is_down else (given * len(halves), held[2])
@@ -216,7 +216,7 @@ def _has_up_first(module: Any) -> bool:
 
 
 def _split_name(name: str) -> tuple[str, str, str]:
-    """Splits "model.layers.0.q_proj.weight" into the parent module, the layer and the parameter."""
+    """Splits a name like "model.layers.0.q_proj.weight" into parent module, layer and parameter."""
     layer, _, leaf = name.rpartition(".")
     parent, _, last = layer.rpartition(".")
     return parent, last, leaf
@@ -261,7 +261,7 @@ def _renamed(mapper: Any, name: str) -> str:
 
 
 def _fused_layers(modules: Mapping[str, nn.Module], rules: ServerRules) -> dict[str, tuple[str, int]]:
-    """Returns for the last part of a layer's name the server's fused layer and the index in it."""
+    """Returns the server's fused layer, and the index in it, for the last part of a layer's name."""
     fused: dict[str, Sequence[str]] = dict(rules.fused)
     for module in modules.values():
         own = getattr(module, "packed_modules_mapping", None)

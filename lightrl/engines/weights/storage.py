@@ -1,4 +1,4 @@
-"""How an engine gives back the memory of its weights, and takes it again."""
+"""How an engine frees the memory of its weights, and takes it again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 def drop_weights(model: nn.Module) -> list[tuple[torch.UntypedStorage, int]]:
-    """Frees the memory of all parameters; resizing each storage to its bytes again gives room for new values."""
+    """Frees the memory of all parameters; resizing each storage back to its bytes makes room for new values."""
     storages = {item.untyped_storage().data_ptr(): item.untyped_storage() for item in model.parameters()}
     dropped = [(storage, storage.nbytes()) for storage in storages.values()]
     for storage, _ in dropped:

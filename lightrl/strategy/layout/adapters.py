@@ -14,14 +14,14 @@ from lightrl.strategy.saving.state_files import write_folder_hash
 
 
 class MergedWeights(Weights):
-    """The parameters with LoRA adapters added to those that have one; such a weight is a copy, made in its turn."""
+    """The parameters with LoRA adapters added to those that have one; these are copies, made one at a time."""
 
     def __init__(self, model: nn.Module, layout: PlainLayout) -> None:
         super().__init__(sorted(lora.plain_parameters(model)), layout)
         self._adapters = lora.adapters_of(model)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, what the layout gathers); a collective."""
+        """Yields (name, tensor to be gathered); a collective."""
         for name, parameter in self.named:
             if name in self._adapters:
                 yield name, self.layout.add(parameter, self._delta(name))
@@ -37,14 +37,14 @@ class MergedWeights(Weights):
 
     @torch.no_grad()
     def _delta(self, name: str) -> Tensor:
-        """Returns what an adapter adds to its weight, whole, on every rank; a collective."""
+        """Returns the whole term that an adapter adds to its weight, on every rank; a collective."""
         adapter = self._adapters[name]
         parts = [("down", self.layout.detached(adapter.down)), ("up", self.layout.detached(adapter.up))]
         return adapter.delta(**{part: whole.clone() for part, whole in self.layout.gather_named(parts)})
 
 
 def save_adapter(model: nn.Module, layout: PlainLayout, path: Path) -> None:
-    """Writes the folder that peft loads; every rank must call it, rank 0 writes."""
+    """Writes a folder that peft loads; every rank must call it, rank 0 writes."""
     host = lora.host_of(model)
     assert host is not None
     named = [(name, layout.detached(parameter)) for name, parameter in lora.trained_parameters(host)]

@@ -1,4 +1,4 @@
-"""Groups tensors that are gathered by one collective, so that a rank holds few whole tensors at a time."""
+"""Groups tensors for joint collectives, so that a rank holds only a few whole tensors at a time."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def buckets(
 
     Args:
         named: names and tensors.
-        num_bytes: gives the bytes of a whole tensor.
-        limit_bytes: of the whole tensors of a group.
+        num_bytes: returns the bytes of a whole tensor.
+        limit_bytes: the most bytes of a group's whole tensors.
         fits_together: whether a tensor may be in the group that begins with another.
     """
     bucket: list[tuple[str, Tensor]] = []

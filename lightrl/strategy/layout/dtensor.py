@@ -1,6 +1,6 @@
 """DTensorLayout: parameters sharded as DTensors, by FSDP, by tensor parallelism, or by both.
 
-A sharded parameter is gathered in buckets: many tensors with one collective, and bounded memory.
+Sharded parameters are gathered in buckets: many tensors with one collective, in bounded memory.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from lightrl.parcels import all_gather_flat
 from lightrl.strategy.layout.buckets import buckets
 from lightrl.strategy.layout.plain import Piece, PlainLayout, Rows, pieces_of_shards
 
-_HOST_BUCKET_BYTES = 16 << 20  # on a CPU: what is gathered is still in its cache when it is put together and read
-TENSOR_AXIS = "tp"  # the axis of a device mesh for tensor parallelism; the other axis that shards is FSDP's
+_HOST_BUCKET_BYTES = 16 << 20  # on a CPU, so that gathered tensors are still in its cache when they are joined and read
+TENSOR_AXIS = "tp"  # the mesh axis of tensor parallelism; the other axis that shards is FSDP's
 
 
 class DTensorLayout(PlainLayout):
-    """Reads and writes parameters that are DTensors, and plain ones beside them."""
+    """Reads and writes parameters that are DTensors, and plain ones in the same model."""
 
     def __init__(
         self,
@@ -39,14 +39,14 @@ class DTensorLayout(PlainLayout):
         bucket_bytes: int = 512 << 20,
         replica: ProcessGroup | None = None,
     ) -> None:
-        """Describes the gathers.
+        """Sets up how parameters are gathered.
 
         Args:
             comm: the ranks that hold the parameters.
             device: where gathered tensors lie.
             bucket_bytes: the size of the whole tensors held at a time; a larger tensor is a bucket of its own.
-            replica: the ranks that hold one whole model between them; needed for tensors that are cut by tensor
-                parallelism.
+            replica: the ranks that together hold one whole model; needed for tensors that tensor parallelism
+            cuts.
         """
         super().__init__(comm)
         self._device = device
@@ -57,7 +57,7 @@ class DTensorLayout(PlainLayout):
         return not isinstance(tensor, DTensor)
 
     def detached(self, parameter: Tensor) -> Tensor:
-        return parameter if isinstance(parameter, DTensor) else parameter.detach()  # slow, and a gather needs none
+        return parameter if isinstance(parameter, DTensor) else parameter.detach()  # slow, and not needed for a gather
 
     def shard(self, parameter: Tensor) -> Tensor:
         return local(parameter).detach()
@@ -104,7 +104,7 @@ class DTensorLayout(PlainLayout):
         )
 
     def gather_named(self, named: NamedTensors, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        limit = self._bucket_bytes // 2  # the gathered bucket, and the reordered copy of a tensor of it
+        limit = self._bucket_bytes // 2  # the gathered bucket, and a reordered copy of one of its tensors
         if self._device.type == "cpu":
             limit = min(limit, _HOST_BUCKET_BYTES)
 
@@ -122,7 +122,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def rows_of(tensor: Tensor) -> Rows | None:
-    """Returns this rank's rows of a DTensor that is sharded along dim 0 and nowhere else, or None."""
+    """Returns this rank's rows of a DTensor that is sharded only along dim 0, else None."""
     if not isinstance(tensor, DTensor):
         return None
     sharded = [axis for axis, placement in enumerate(tensor.placements) if type(placement) is Shard]
@@ -146,7 +146,7 @@ def rows_of(tensor: Tensor) -> Rows | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """How a tensor is cut: into equal parts by tensor parallelism, and each part by rows into FSDP's shards.
+    """How a tensor is cut: into equal parts by tensor parallelism, and each part into rows by FSDP.
 
     The last shards of a part have fewer rows than the first, or none.
     """
@@ -158,17 +158,17 @@ class Sharding:
     part_dim: int = 0
 
     def shape_of_part(self, whole: torch.Size) -> torch.Size:
-        """Returns the shape of each part that tensor parallelism makes of a tensor of this shape."""
+        """Returns the shape of the parts into which tensor parallelism cuts a tensor of this shape."""
         sizes = list(whole)
         sizes[self.part_dim] //= self.num_parts
         return torch.Size(sizes)
 
     def num_rows(self, whole: torch.Size) -> int:
-        """Returns the number of rows of the first shards, and of all shards when padded."""
+        """Returns the number of rows of the first shards, to which the others are padded."""
         return -(-self.shape_of_part(whole)[0] // self.num_shards)
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Returns this rank's shard of a whole tensor, a view of it."""
+        """Returns this rank's shard of a whole tensor, as a view."""
         part = whole.chunk(self.num_parts, dim=self.part_dim)[self.part]
         rows = self.num_rows(whole.shape)
         return part[rows * self.shard : rows * (self.shard + 1)]
@@ -190,7 +190,7 @@ class Sharding:
 
 
 def sharding_of(tensor: DTensor) -> Sharding | None:
-    """Returns how FSDP and tensor parallelism cut the tensor, or None for another way, which is left to torch."""
+    """Returns how FSDP and tensor parallelism cut the tensor; None for any other way, which is left to torch."""
     return _sharding(tensor.device_mesh, tensor.placements)
 
 
@@ -213,7 +213,7 @@ def _sharding(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> Sharding |
 
 @functools.lru_cache(maxsize=64)
 def _is_first_holder(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> bool:
-    if not (mesh.mesh == 0).any():  # FSDP's mesh of another part: tensor parallelism does not cut this parameter
+    if not (mesh.mesh == 0).any():  # another FSDP mesh: tensor parallelism does not cut this parameter
         return False
     replicated = [place.is_replicate() for place in placements]
     return not any(index for index, is_same in zip(mesh.get_coordinate() or (), replicated, strict=True) if is_same)
@@ -293,7 +293,7 @@ def _padded_numel(tensor: Tensor, sharding: Sharding) -> int:
 
 
 def _padded_shard(tensor: Tensor, sharding: Sharding, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-    """Returns this rank's values, [elements], padded to as many rows as the first ranks hold."""
+    """Returns this rank's values, [elements], padded to the number of rows on the first ranks."""
     shard = local(tensor).detach().to(device=device, dtype=dtype if tensor.is_floating_point() else None).reshape(-1)
     missing = _padded_numel(tensor, sharding) - shard.numel()
     return torch.cat([shard, shard.new_zeros(missing)]) if missing else shard

@@ -1,4 +1,4 @@
-"""Gives a model that was built on the meta device its memory, and every rank the weights of rank 0."""
+"""Gives memory to a model that was built on the meta device, and the weights of rank 0 to every rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightrl.comm import Comm
 
 @torch.no_grad()
 def broadcast_from_main(model: nn.Module, device: torch.device, comm: Comm) -> None:
-    """Puts the model on the device with rank 0's parameters and buffers; other ranks' may be on the meta device."""
+    """Moves the model to the device with rank 0's parameters and buffers; other ranks may pass a meta model."""
     _materialize(model, device)
     for _, parameter in sorted(model.named_parameters()):
         parameter.data = parameter.data.to(device)
@@ -20,9 +20,9 @@ def broadcast_from_main(model: nn.Module, device: torch.device, comm: Comm) -> N
 
 @torch.no_grad()
 def broadcast_buffers(model: nn.Module, device: torch.device, comm: Comm) -> None:
-    """Broadcasts all buffers, also those that no checkpoint holds, such as rotary frequencies.
+    """Broadcasts all buffers, even those that no checkpoint holds, such as rotary frequencies.
 
-    A model that was on the meta device holds garbage in them.
+    In a model that was on the meta device, they contain garbage.
     """
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -33,7 +33,7 @@ def broadcast_buffers(model: nn.Module, device: torch.device, comm: Comm) -> Non
 
 
 def _materialize(model: nn.Module, device: torch.device) -> None:
-    """Does what Module.to_empty() does, which would make two parameters of a tied one."""
+    """Does the same as Module.to_empty(), but keeps tied parameters tied."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -45,7 +45,7 @@ def _materialize(model: nn.Module, device: torch.device) -> None:
 
 
 def to_meta(model: nn.Module) -> None:
-    """Does what Module.to("meta") does, which would make two parameters of a tied one."""
+    """Does the same as Module.to("meta"), but keeps tied parameters tied."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -16,7 +16,7 @@ from lightrl.strategy.layout.dtensor import TENSOR_AXIS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshSizes:
-    """The sizes that the options ask for; shards get the rest of the world."""
+    """The sizes that the options ask for; sharding uses the remaining factor of the world size."""
 
     replicas: int
     tokens: int
@@ -27,12 +27,12 @@ class MeshSizes:
 class Meshes:
     """The meshes of FSDP, tensor parallelism and sequence parallelism, with named axes.
 
-    Ranks that split tokens have gradients of different tokens, like ranks with different micro-batches, so FSDP shards
-    over both alike. What tensor parallelism leaves whole is sharded over its ranks too.
+    Ranks that split tokens have gradients of different tokens, like ranks with different micro-batches, so FSDP treats
+    both alike. Parameters that tensor parallelism leaves whole are sharded over its ranks too.
     """
 
     block: DeviceMesh  # (replicate,) shard: the mesh that a transformer block is sharded over
-    rest: DeviceMesh  # the same for what is in no block, mainly the embeddings
+    rest: DeviceMesh  # the same for parameters outside of all blocks, mainly the embeddings
     tensors: DeviceMesh | None  # consecutive ranks
     tokens: DeviceMesh | None
 
@@ -47,7 +47,7 @@ def build_meshes(device: torch.device, world: int, sizes: MeshSizes) -> Meshes:
         grid = _mesh(device, {"replicate": sizes.replicas, "shard": num_shards, TENSOR_AXIS: sizes.tensors})
         block = grid["shard"] if sizes.replicas == 1 else grid["replicate", "shard"]
         tensors = grid[TENSOR_AXIS]
-        grid["shard", TENSOR_AXIS]._flatten()  # the norm of a gradient is then one reduction, not one for each axis
+        grid["shard", TENSOR_AXIS]._flatten()  # the norm of gradients then takes one reduction, not one per axis
     if sizes.tokens > 1:
         num_groups = world // (sizes.tokens * sizes.tensors)
         axes = {"group": num_groups, "tokens": sizes.tokens, "part": sizes.tensors}
@@ -68,13 +68,13 @@ def check_mesh(world: int, sizes: MeshSizes) -> None:
 
 
 def _mesh(device: torch.device, axes: dict[str, int]) -> DeviceMesh:
-    """Builds a mesh without an axis for a single replica, which FSDP would take for hybrid sharding."""
+    """Builds a mesh that has no replicate axis for a single replica: FSDP would take it for hybrid sharding."""
     kept = {name: size for name, size in axes.items() if name != "replicate" or size > 1}
     return init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
 
 
 def ensure_process_group(comm: Comm, device: torch.device) -> Comm:
-    """Returns a Comm with a process group, for a back end that needs one even in one process without torchrun."""
+    """Returns a Comm with a process group, for back ends that need one even in a single process."""
     if dist.is_initialized():
         return comm
     dist.init_process_group(backend_for(device), store=HashStore(), rank=0, world_size=1)

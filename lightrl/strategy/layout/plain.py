@@ -18,7 +18,7 @@ from lightrl.engines.weights.fingerprint import Fingerprint, KnownWeight, KnownW
 
 
 class NamedShard(NamedTuple):
-    """A parameter under its Hugging Face name, with this rank's values of it, which may be a changed copy."""
+    """A parameter under its Hugging Face name, with this rank's values, which may be a changed copy."""
 
     name: str
     parameter: nn.Parameter
@@ -26,16 +26,16 @@ class NamedShard(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The part of a tensor that a rank can write: some rows, or the whole, which every rank then has."""
+    """The part of a tensor that a rank can write: some rows, or the whole if every rank has it."""
 
     name: str
     tensor: Tensor
     rows: tuple[int, int] | None = None  # [first, last) of dim 0; None: the whole tensor
-    num_rows: int = 0  # of the whole tensor, where rows are given
+    num_rows: int = 0  # of the whole tensor, if rows are given
 
 
 class Rows(NamedTuple):
-    """The rows [start, stop) of dim 0 that this rank holds of a tensor; the last ranks may hold none."""
+    """A tensor's rows [start, stop) of dim 0 that this rank holds; the last ranks may hold none."""
 
     start: int
     stop: int
@@ -45,11 +45,11 @@ class Rows(NamedTuple):
 class _Share(NamedTuple):
     name: str
     numel: int  # of the whole parameter
-    is_first: bool  # false where another rank holds the same values
+    is_first: bool  # true on one of the ranks that hold the same values
 
 
 class SavedTensors(Protocol):
-    """Whole tensors that can be read from disk, in parts too. Optimizer states are named parameter name / state key."""
+    """Whole tensors on disk, which can be read in parts. An optimizer state is named parameter name / state key."""
 
     @property
     def names(self) -> set[str]: ...
@@ -68,8 +68,8 @@ class SavedTensors(Protocol):
 class PlainLayout:
     """Reads and writes parameters that are whole on every rank.
 
-    A subclass overrides what its way of sharding changes. Methods that gather are collectives: every rank must call
-    them, for the same tensors in the same order.
+    A subclass overrides the methods that its way of sharding affects. Methods that gather are collectives: every rank
+    must call them for the same tensors in the same order.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -86,7 +86,7 @@ class PlainLayout:
         return True
 
     def detached(self, parameter: Tensor) -> Tensor:
-        """Returns the parameter without its autograd, in the form that gather and write_whole take."""
+        """Returns the parameter detached, in the form that gather and write_whole take."""
         return parameter.detach()
 
     def shard(self, parameter: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class PlainLayout:
         return parameter.detach()
 
     def shard_of_whole(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        """Returns what shard() would return if the parameter had the values of `whole`; no collective."""
+        """Returns the shard() of the parameter as if it had the values of `whole`; no collective."""
         return whole
 
     def rows(self, tensor: Tensor) -> Rows | None:
@@ -102,12 +102,12 @@ class PlainLayout:
         return None
 
     def pieces(self, named: NamedTensors) -> Iterator[Piece]:
-        """Yields what this rank can write of each tensor: its rows, or the whole, which is gathered if need be."""
+        """Yields the piece of each tensor that this rank can write: its rows, or the whole, gathered if necessary."""
         for name, tensor in named:
             yield Piece(name, tensor)
 
     def span(self, parameter: Tensor) -> Span:
-        """Returns where this rank's values of the parameter lie in the whole, flattened."""
+        """Returns the places of this rank's values in the flattened whole parameter."""
         return Span()
 
     def is_first_holder(self, parameter: Tensor) -> bool:
@@ -138,12 +138,12 @@ class PlainLayout:
 
     @torch.no_grad()
     def write_shard(self, parameter: Tensor, shard: Tensor) -> None:
-        """Writes what shard() returned; every rank must call it."""
+        """Writes a result of shard() back; every rank must call it."""
         self.shard(parameter).copy_(shard)
 
     @torch.no_grad()
     def read_into(self, target: Tensor, saved: SavedTensors, name: str) -> None:
-        """Reads this rank's part of a saved tensor, and no more of the file than its rows where it holds rows."""
+        """Reads this rank's part of a saved tensor; if that is rows, reads only these from the file."""
         rows = self.rows(target)
         if rows is None:
             self.write_whole(target, saved[name])
@@ -151,12 +151,12 @@ class PlainLayout:
             self.shard(target).copy_(saved.rows(name, rows.start, rows.stop))
 
     def finish_writing(self, model: nn.Module) -> None:
-        """Is called when all parameters of a model were written: updates the copies that a back end keeps of them."""
+        """Updates a back end's copies of a model's parameters; called when all of them were written."""
 
     def fingerprints(self, shards: Iterable[NamedShard], dtype: torch.dtype | None) -> KnownWeights:
         """Returns the fingerprint of every whole tensor in dtype, summed over the ranks' shards without a gather.
 
-        What a process sends by reference stands for itself, and is not read.
+        A tensor that this process sends by reference stands for itself and is not read.
         """
         known: dict[str, KnownWeight] = {}
         shares: list[_Share] = []
@@ -189,14 +189,14 @@ class PlainLayout:
                 yield f"{name}/{key}", value
 
     def load_optimizer_states(self, model: nn.Module, optimizer: Optimizer, saved: SavedTensors) -> None:
-        """Reads what optimizer_states() yielded into an optimizer whose state is empty."""
+        """Reads saved optimizer_states() into an optimizer whose state is empty."""
         for name, parameter in sorted(model.named_parameters()):
             for key in saved.keys_of(name):
                 full_name = f"{name}/{key}"
                 if saved.shape_of(full_name) == parameter.shape:
                     state = torch.zeros_like(parameter, dtype=saved.dtype_of(full_name))
                     self.read_into(state, saved, full_name)
-                else:  # a step counter, which a fused kernel reads on the device of the parameter
+                else:  # a step counter, which a fused kernel reads on the parameter's device
                     state = saved[full_name].to(self.shard(parameter).device)
                 optimizer.state[parameter][key] = state
 
@@ -207,7 +207,7 @@ class PlainLayout:
         return [self.shard(tensor) for tensor in (*model.parameters(), *model.buffers())]
 
     def main_copies(self, model: nn.Module) -> list[Tensor]:
-        """Returns what an optimizer steps beside the weights that compute; nothing where it steps those."""
+        """Returns the float32 copies that an optimizer steps in place of the weights that compute, if any."""
         return []
 
     def gradient_tensors(self, model: nn.Module) -> list[Tensor]:
@@ -215,7 +215,7 @@ class PlainLayout:
         return [self.shard(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
 
     def optimizer_tensors(self, model: nn.Module | None, optimizer: Optimizer) -> list[Tensor]:
-        """Returns this rank's tensors of optimizer states, without the step counters, which AdamW reads on the host."""
+        """Returns this rank's optimizer states, without the step counters, which AdamW reads on the host."""
         states = [
             optimizer.state[parameter]
             for group in optimizer.param_groups
@@ -226,13 +226,13 @@ class PlainLayout:
         return [self.shard(value) for value in values if torch.is_tensor(value) and value.dim()]
 
     def drop_gradients(self, model: nn.Module) -> None:
-        """Forgets the gradients of a model."""
+        """Drops the gradients of a model."""
         for parameter in model.parameters():
             parameter.grad = None
 
 
 def pieces_of_shards(layout: PlainLayout, named: NamedTensors) -> Iterator[Piece]:
-    """Yields what pieces() does of a layout that shards: whole tensors that must be gathered come last."""
+    """Yields the pieces() of a layout that shards, those that must be gathered last."""
     scattered = []
     for name, tensor in named:
         rows = layout.rows(tensor)
@@ -249,13 +249,13 @@ def pieces_of_shards(layout: PlainLayout, named: NamedTensors) -> Iterator[Piece
 
 @dataclass(eq=False)
 class Weights:
-    """The parameters as they are, sorted by name and tied ones once."""
+    """The parameters of a model, unchanged, sorted by name, tied ones once."""
 
     named: Sequence[tuple[str, nn.Parameter]]
     layout: PlainLayout
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, what the layout gathers); every rank must iterate to the end."""
+        """Yields (name, tensor to be gathered); every rank must iterate to the end."""
         for name, parameter in self.named:
             yield name, self.layout.detached(parameter)
 
@@ -266,7 +266,7 @@ class Weights:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Returns whether a parameter of the model belongs to a LoRA adapter; layout/adapters.py merges such models."""
+    """Returns whether the model has LoRA adapters, which layout/adapters.py merges."""
     return include_adapters(model.named_parameters())
 
 
@@ -276,9 +276,9 @@ def include_adapters(named: NamedTensors) -> bool:
 
 
 def innermost(model: Any) -> nn.Module:
-    """Returns the model underneath every wrapper: lightrl's, DDP's, a compiled one's, PEFT's, another trainer's actor.
+    """Returns the model inside all wrappers: lightrl's, DDP, torch.compile, PEFT, another trainer's actor.
 
-    An actor keeps its network in `.model`. So do transformers' own models, which are not wrappers.
+    An actor keeps its network in `.model`, but so do transformers' own models, which are not wrappers.
     """
     if isinstance(model, PreTrainedModel):
         return model

@@ -1,4 +1,4 @@
-"""Sequence parallelism by Ulysses (arXiv:2309.14509): ranks split the tokens, and within attention the heads."""
+"""Sequence parallelism by Ulysses (arXiv:2309.14509): ranks split the tokens and, within attention, the heads."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _exchanged(part: Tensor, split_dim: int, join_dim: int, group: dist.ProcessG
 
 
 class _Total(torch.autograd.Function):
-    """Each rank goes on to the same loss: its own summand gets the gradient that the sum has there."""
+    """A sum over ranks that all compute the same loss: each rank's summand gets the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,7 +1,7 @@
-"""Tensor parallelism of transformers models by DTensor: each rank of a group holds a part of every projection.
+"""Tensor parallelism of transformers models with DTensor: each rank of a group holds a part of every projection.
 
-The model's own config says how each projection is cut (base_model_tp_plan). The embeddings, the output
-embedding and the norms of hidden states stay whole.
+The model's own config says how each projection is cut (base_model_tp_plan). The embeddings, the output embedding and
+the norms of hidden states stay whole.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch.distributed.tensor.parallel import (
 from lightrl.models.multimodal import FAMILIES
 from lightrl.models.packed_attention import check_heads, mixes_by_attention
 
-# transformers' names of the ways that we know. The norms of queries and keys see the heads of one rank only: theirs is
-# SequenceParallel, which sums the gradient of their weight over the group; without it the ranks silently drift apart.
+# transformers' names of the known ways. The norms of queries and keys see only the heads of one rank, so they get
+# SequenceParallel, which sums the gradient of their weight over the group; without it, ranks silently drift apart.
 _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
@@ -35,7 +35,7 @@ _STAYS_WHOLE = "embedding_rowwise"
 
 
 def check_splits(config: Any, *, tp_size: int, sp_size: int) -> None:
-    """Raises ValueError for a transformers config of a model that cannot be split this way."""
+    """Raises ValueError for the transformers config of a model that cannot be split this way."""
     if tp_size == sp_size == 1:
         return
     if tp_size > 1 and config.model_type in FAMILIES:
@@ -67,7 +67,7 @@ def _check_cuts(counts: dict[str, int], tp_size: int) -> None:
 
 
 def tensor_parallel_plan(config: Any) -> dict[str, str]:
-    """Returns {pattern of module names in the decoder: how it is cut}; ValueError for a model without a known plan."""
+    """Returns {pattern of module names in the decoder: way to cut}; ValueError for a model without a known plan."""
     found: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     plan = {name: way for name, way in found.items() if way != _STAYS_WHOLE}
     unknown = sorted(set(plan.values()) - set(_STYLES))
@@ -89,12 +89,12 @@ def cut_projections(decoder: Any, mesh: DeviceMesh) -> None:
     styles: dict[str, ParallelStyle] = {name: _STYLES[way]() for name, way in plan.items()}
     frozen = [name for name, parameter in decoder.named_parameters() if not parameter.requires_grad]
     parallelize_module(decoder, mesh, styles | {name: _SharedInput() for name in blocks}, src_data_rank=None)
-    for name in frozen:  # torch makes new parameters of them, which train
+    for name in frozen:  # torch replaces them with new parameters that require gradients
         decoder.get_parameter(name).requires_grad_(False)
 
 
 class _SharedInput(ParallelStyle):
-    """Sums the gradient of an input that several projections read over the group once, not once for each."""
+    """Sums the gradient of an input of several projections over the group once, not once per projection."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         module.register_forward_pre_hook(partial(_share_input, device_mesh), with_kwargs=True)

@@ -1,6 +1,6 @@
 """ZeroLayout: DeepSpeed's ZeRO, whose optimizer steps on flat tensors made of many parameters.
 
-At stage 3 a parameter is one flat shard per rank, and an empty tensor where the model looks. Everything here reads
+At stage 3, a parameter is one flat shard per rank, and the model itself holds an empty tensor. Everything here reads
 attributes that DeepSpeed keeps on parameters and on its optimizer wrapper (as of DeepSpeed 0.19.8,
 https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/zero/partition_parameters.py).
 """
@@ -29,14 +29,14 @@ class ZeroLayout(PlainLayout):
     def __init__(
         self, comm: Comm, deepspeed: Any, *, device: torch.device, bucket_bytes: int, cpu_adam: bool = False
     ) -> None:
-        """Describes the gathers.
+        """Sets up how parameters are gathered.
 
         Args:
             comm: the ranks that hold the parameters.
             deepspeed: the imported module.
             device: where gathered tensors lie.
             bucket_bytes: the size of the whole parameters gathered at a time.
-            cpu_adam: whether the optimizer is DeepSpeed's own, which counts its steps as a number.
+            cpu_adam: whether the optimizer is DeepSpeed's own, whose step counter is a plain number.
         """
         super().__init__(comm)
         self._deepspeed = deepspeed
@@ -71,7 +71,7 @@ class ZeroLayout(PlainLayout):
 
     @torch.no_grad()
     def add(self, parameter: Tensor, delta: Tensor) -> Tensor:
-        """Returns a partitioned parameter whole: its shard is a range of numbers, which gather_named cannot take."""
+        """Returns a partitioned parameter whole, because gather_named cannot take its shard, a range of numbers."""
         return self.gather(parameter) + delta if is_partitioned(parameter) else super().add(parameter, delta)
 
     def gather_named(self, named: NamedTensors, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -92,11 +92,11 @@ class ZeroLayout(PlainLayout):
     @torch.no_grad()
     def write_shard(self, parameter: Tensor, shard: Tensor) -> None:
         super().write_shard(parameter, shard)
-        if is_partitioned(parameter) and parameter.numel():  # one that is kept whole as well
+        if is_partitioned(parameter) and parameter.numel():  # also kept whole
             parameter.data.copy_(self.comm.all_gather(shard).view(parameter.shape))
 
     def finish_writing(self, model: nn.Module) -> None:
-        """Updates the flat copies that ZeRO steps on."""
+        """Updates the flat copies that ZeRO steps."""
         zero = zero_of(model)
         if zero is not None:
             zero.refresh_fp32_params()
@@ -104,7 +104,7 @@ class ZeroLayout(PlainLayout):
     # ---- Optimizer states --------------------------------------------------------------------------------------
 
     def optimizer_states(self, model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-        """Gathers one parameter's states at a time: a rank's part is no rows, but a range of many parameters."""
+        """Gathers one parameter's states at a time, as a rank's part is not rows but a range over parameters."""
         zero = zero_of(model)
         if zero is None:
             yield from super().optimizer_states(model, optimizer)
@@ -140,7 +140,7 @@ class ZeroLayout(PlainLayout):
         if not is_partitioned(parameter):
             self._deepspeed.utils.safe_set_full_optimizer_state(parameter, whole, key)
             return
-        # DeepSpeed's own cut of a whole tensor takes too few numbers where the last part is padded.
+        # DeepSpeed's own cut of a whole tensor takes too few numbers if the last part is padded.
         padded = torch.zeros_like(parameter.ds_tensor, dtype=whole.dtype, device=self._device).flatten()
         part = own_part(parameter, whole, self.comm.rank)
         padded[: part.numel()] = part
@@ -149,7 +149,7 @@ class ZeroLayout(PlainLayout):
     def _make_state(
         self, optimizer: Optimizer, flat: Tensor, name: str, shape: torch.Size, saved: SavedTensors
     ) -> None:
-        """Makes moments of zero, as long as the flat tensor of many parameters, and the number of steps."""
+        """Makes zero moments of the length of the flat tensor of many parameters, and the step counter."""
         state = optimizer.state[flat]
         for key in saved.keys_of(name):
             full_name = f"{name}/{key}"
@@ -186,7 +186,7 @@ class ZeroLayout(PlainLayout):
         return moments + [flat for flat in flats if flat.untyped_storage().data_ptr() not in weights]
 
     def drop_gradients(self, model: nn.Module) -> None:
-        """Clears what a skipped step() of DeepSpeed clears."""
+        """Drops the gradients in the same way as a skipped step() of DeepSpeed."""
         super().drop_gradients(model)
         zero = zero_of(model)
         if zero is None:
@@ -218,7 +218,7 @@ def partitioned_parameters(model: nn.Module) -> list[Any]:
 
 
 def own_range(parameter: Any, rank: int) -> tuple[int, int]:
-    """Returns this rank's range of the flattened parameter; the last shards are padded, or nothing but padding."""
+    """Returns this rank's range of the flattened parameter; the last shards have padding, or only padding."""
     size, total = parameter.ds_tensor.numel(), parameter.ds_numel
     return min(rank * size, total), min((rank + 1) * size, total)
 
@@ -231,7 +231,7 @@ def own_shard(parameter: Any, rank: int) -> Tensor:
 
 
 def own_part(parameter: Any, whole: Tensor, rank: int) -> Tensor:
-    """Returns what own_shard() would return if the parameter had the values of `whole`."""
+    """Returns the own_shard() of a parameter as if it had the values of `whole`."""
     start, end = own_range(parameter, rank)
     return whole.reshape(-1)[start:end]
 
@@ -240,24 +240,24 @@ def own_part(parameter: Any, whole: Tensor, rank: int) -> Tensor:
 def write_whole(parameter: Any, whole: Tensor, rank: int) -> None:
     """Writes this rank's part of a whole tensor that every rank holds; no collective."""
     own_shard(parameter, rank).copy_(own_part(parameter, whole, rank))
-    if parameter.data.numel() == parameter.ds_numel:  # one too small to be worth a gather is kept whole as well
+    if parameter.data.numel() == parameter.ds_numel:  # a parameter too small to be worth a gather is also kept whole
         parameter.data.copy_(whole.view(parameter.data.shape))
 
 
 class ParametersToPartition(nn.Module):
-    """Stands for a model before deepspeed.zero.Init, which converts what parameters() yields, one after the other.
+    """Stands for a model in deepspeed.zero.Init, which converts the parameters that this yields one by one.
 
-    A parameter on the meta device becomes real just before, so a rank holds its shards and one whole parameter.
+    A meta parameter gets memory just before its conversion, so a rank holds its shards and one whole parameter.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         super().__init__()
-        self.__dict__["model"] = model  # not as a submodule
+        self.__dict__["model"] = model  # not registered as a submodule
         self._device = device
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Yields every parameter once, with memory behind it."""
-        slots: dict[int, list[tuple[nn.Module, str]]] = {}  # a tied parameter has several
+        slots: dict[int, list[tuple[nn.Module, str]]] = {}  # a tied parameter has several places
         for module in self.__dict__["model"].modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
@@ -275,7 +275,7 @@ class ParametersToPartition(nn.Module):
 
 
 class DataclassOutputs:
-    """Shows a model's outputs as a tuple to the hooks of ZeRO-3, and as the original dataclass to the caller.
+    """Shows a model's outputs as a tuple to ZeRO-3's hooks, but as the original dataclass to the caller.
 
     The hooks look for tensors in tuples, lists and dicts, and gather the weights for the backward where they find them
     (apply_to_tensors_only in https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/zero/utils.py).
@@ -297,7 +297,7 @@ class DataclassOutputs:
         return tuple(getattr(output, name) for name in names)
 
     def restore(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Restores the dataclass; a forward hook that must run after those of ZeRO-3."""
+        """Restores the dataclass; this forward hook must run after those of ZeRO-3."""
         if self._kind is None:
             return output
         return self._kind(**dict(zip(self._kind.__dataclass_fields__, output, strict=True)))
@@ -308,7 +308,7 @@ def _is_stage_3(zero: Any) -> bool:
 
 
 def _flat_of_each(zero: Any) -> dict[int, Tensor]:
-    """Maps the id of each trained parameter to the flat float32 tensor that is stepped and holds this rank's part."""
+    """Maps the id of each trained parameter to the flat float32 tensor with this rank's part, which is stepped."""
     if _is_stage_3(zero):
         pairs = zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True)
     else:
@@ -317,9 +317,9 @@ def _flat_of_each(zero: Any) -> dict[int, Tensor]:
 
 
 def _link_states(zero: Any) -> None:
-    """Rebuilds the table in which stages 1 and 2 look up the states of a parameter.
+    """Rebuilds the table in which stages 1 and 2 look up a parameter's states.
 
-    DeepSpeed builds it once, when its first group of parameters has stepped and the others have no states yet.
+    DeepSpeed builds it only once, when the first group of parameters has stepped and others have no states yet.
     """
     if hasattr(zero, "_hp_optimizer_states_linked"):
         zero._hp_optimizer_states_linked = False

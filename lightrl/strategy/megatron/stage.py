@@ -23,7 +23,7 @@ from lightrl.strategy.megatron.vocabulary import SumOfParts, split_logprobs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What a stage needs to know of a model."""
+    """The facts about a model that a stage needs."""
 
     text: Any  # the language model's config in transformers
     rotary: nn.Module  # transformers' rotary embedding

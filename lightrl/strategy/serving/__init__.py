@@ -1,1 +1,1 @@
-"""How a strategy serves the model it trains: the engine beside the trainer, and who has the device."""
+"""How a strategy serves the model that it trains: the engine beside the trainer, and who uses the device."""

@@ -1,4 +1,4 @@
-"""AdapterSource: what a weight sync sends of a policy whose LoRA adapters the engine applies unmerged."""
+"""AdapterSource: the weights that a sync sends if the engine applies a policy's LoRA adapters unmerged."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _BUILDERS = {
     "vllm": "lightrl.engines.vllm.adapted:build_adapted_engine",
     "sglang": "lightrl.engines.sglang.adapted:build_adapted_engine",
 }
-_CHECKS = {"sglang": "lightrl.engines.sglang.adapted:check_layers"}  # of engines that cannot take every layer
+_CHECKS = {"sglang": "lightrl.engines.sglang.adapted:check_layers"}  # for engines that do not support every layer
 
 
 def check_adapters(config: Any, model_path: str) -> None:
-    """Raises where peft is missing, or where an adapter does not fit model or engine; reads no weights."""
+    """Raises ValueError if peft is missing or an adapter does not fit model or engine; reads no weights."""
     lora.require_peft(config.lora)
     check = _CHECKS.get(config.engine) if sends_adapters(config) else None
     if not (config.lora.others or check):
@@ -46,18 +46,18 @@ def check_adapters(config: Any, model_path: str) -> None:
 
 
 def serve_as_configured(strategy: StrategyBase, config: Any) -> None:
-    """Does what serve_adapters() does if the options of the run ask for it (--lora.engine)."""
+    """Calls serve_adapters() if the run's options ask for it (--lora.engine)."""
     if sends_adapters(config):
         serve_adapters(strategy, other_adapters(config.lora))
 
 
 def serve_adapters(strategy: StrategyBase, others: Mapping[str, str] | None = None) -> None:
-    """Makes the strategy's engine apply adapters beside the weights; call it before the engine is made.
+    """Makes the strategy's engine apply adapters unmerged; call it before the engine is made.
 
-    A strategy of your own that is no TorchStrategy goes on sending merged weights.
+    A custom strategy that is no TorchStrategy still sends merged weights.
 
     Args:
-        others: Folders that peft wrote, by the names under which requests ask for their adapters.
+        others: Folders that peft wrote, by the names that requests use for their adapters.
     """
     folders = dict(others or {})
     if not isinstance(strategy, TorchStrategy):
@@ -70,7 +70,7 @@ def serve_adapters(strategy: StrategyBase, others: Mapping[str, str] | None = No
 
 
 def _make_engine(builder: str, folders: Mapping[str, str], *, source: Any, **parts: Any) -> InferenceEngine:
-    """Makes an engine that expects the adapters of the source, and holds those of the folders."""
+    """Makes an engine that expects the source's adapters and holds those of the folders."""
     others = read_saved_adapters(folders, skeleton(source)) if folders else {}
     build = load_object(builder, builtin={}, what="engine", example="MyEngine")
     engine: InferenceEngine = build(source=source, others=others, **parts)
@@ -78,14 +78,14 @@ def _make_engine(builder: str, folders: Mapping[str, str], *, source: Any, **par
 
 
 class AdapterSource:
-    """Sends the weights under the adapters once, and after that the adapters alone: the weights never change."""
+    """Sends the base weights once, and after that only the adapters, since the base weights never change."""
 
     def __init__(self, strategy: TorchStrategy) -> None:
         self._strategy = strategy
         self._sends_all = True
 
     def weight_fingerprints(self, model: nn.Module, dtype: torch.dtype | None) -> KnownWeights | None:
-        """Returns a fingerprint of every tensor that full_parameters() sends next, and decides which those are."""
+        """Decides which tensors full_parameters() sends next, and returns a fingerprint of each."""
         layout, unwrapped = self._strategy.layout, self._strategy.unwrap_model(model)
         if not has_adapters(unwrapped):
             return self._strategy.weight_fingerprints(model, dtype)
@@ -102,7 +102,7 @@ class AdapterSource:
         return layout.fingerprints(shards(), dtype)
 
     def full_parameters(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Returns (name, whole tensor) pairs: the weights that the engine lacks, then the adapters. A collective."""
+        """Returns (name, whole tensor) pairs: weights that the engine lacks, then the adapters. A collective."""
         unwrapped = self._strategy.unwrap_model(model)
         if not has_adapters(unwrapped):
             return self._strategy.full_parameters(model, dtype)
@@ -123,11 +123,11 @@ class AdapterSource:
             yield name, scaled if dtype is None else scaled.to(dtype)
 
     def _choose_weights(self, unwrapped: nn.Module) -> list[tuple[str, nn.Parameter]]:
-        """Returns the weights that the engine lacks: all at first, after a failed sync and after a sleep of level 2."""
+        """Returns the weights that the engine lacks: all at first, after a failed sync, and after sleep level 2."""
         plain = _plain(unwrapped)
         engine = self._strategy.serving.require_engine()
         lacks_some = engine.needs_weights or any(parameter.requires_grad for _, parameter in plain)
-        # A sync may have failed on one rank alone, and every rank must gather the same tensors.
+        # A sync may have failed on only one rank, but every rank must gather the same tensors.
         self._sends_all = self._strategy.comm.any(lacks_some)
         return plain if self._sends_all else []
 
@@ -141,7 +141,7 @@ def _plain(unwrapped: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def _factors(unwrapped: Any) -> list[tuple[str, nn.Parameter, float]]:
-    """Returns (name, factor, what multiplies it) of all adapters, sorted by name."""
+    """Returns (name, factor, its scale) of all adapters, sorted by name."""
     found = []
     for weight, adapter in lora.adapters_of(unwrapped).items():
         layer = weight.removesuffix(".weight")

@@ -1,4 +1,4 @@
-"""ColocatedServing: the inference engine beside the trainer, from its set-up to weight syncs that are proven."""
+"""ColocatedServing: the inference engine beside the trainer, from its set-up to proven weight syncs."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from lightrl.models.policy import Policy, predicting_positions, response_batch
 from lightrl.records import EncodedPrompt
 from lightrl.strategy.serving.residency import Residency
 
-_NUM_PROMPTS = 2  # every rank scores as many: a sharded forward is a collective
+_NUM_PROMPTS = 2  # the same number on every rank, as a sharded forward is a collective
 _NUM_TOKENS = 8
-_FIRST_LENGTHS = (5, 9)  # of the prompts made up before any was seen
+_FIRST_LENGTHS = (5, 9)  # length of prompts that are made up before any was seen
 _ALLOWED = {torch.float32: 1e-3, torch.bfloat16: 0.25}  # float32 engines are within 5e-5, bfloat16 ones within 0.15
 
 
 class WeightSource(Protocol):
-    """What a weight sync sends of a model, and the fingerprints that prove it."""
+    """The source of a model's weights for a sync, and of the fingerprints that prove them."""
 
     def full_parameters(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]: ...
 
@@ -50,7 +50,7 @@ class WeightSource(Protocol):
 
 
 class ServedTrainer(WeightSource, Protocol):
-    """What serving needs of the trainer whose model it serves; a strategy is one."""
+    """The parts of a trainer that serving its model needs; a strategy is one."""
 
     @property
     def global_step(self) -> int: ...
@@ -66,25 +66,25 @@ class ServedTrainer(WeightSource, Protocol):
 
 
 class ColocatedServing:
-    """Generates on the engine that this rank's group shares, and keeps the trainer's weights in it."""
+    """Generates on the engine that this rank's group shares, and keeps the trainer's weights in the engine."""
 
     def __init__(self, trainer: ServedTrainer, options: StrategyOptions) -> None:
-        self.group = EngineGroup()  # the ranks that drive one engine; a strategy sets it when it has joined the world
+        self.group = EngineGroup()  # the ranks that drive one engine; set when the strategy has joined the world
         self.engine: ColocatedEngine | None = None
         self.last_sync: SyncReport | None = None
         self.num_syncs = 0
         self.canary = Canary(trainer)
-        self.factories: dict[str, Factory] = {}  # what takes the place of engines, by their names
-        self.source: WeightSource = trainer  # of what a weight sync sends
+        self.factories: dict[str, Factory] = {}  # replacements of engines, by name
+        self.source: WeightSource = trainer  # makes the source of a weight sync
         self._trainer = trainer
         self._options = options
-        self._model: nn.Module | None = None  # whose weights the engine has
+        self._model: nn.Module | None = None  # the model whose weights the engine has
         self._is_kept_awake = False
 
     def start(
         self, engine_type: str, *, model: nn.Module | None, tokenizer: Any, options: StrategyOptions
     ) -> InferenceEngine:
-        """Builds the engine in place of an earlier one, and gives it the model's weights if there is a model."""
+        """Builds the engine, replacing an earlier one, and gives it the model's weights if there is a model."""
         check_engine_name(engine_type)
         source = self._trainer.unwrap_model(model) if model is not None else None
         self.close()
@@ -97,7 +97,7 @@ class ColocatedServing:
         return engine
 
     def require_engine(self) -> ColocatedEngine:
-        """Returns the engine; NotImplementedError if none was started."""
+        """Returns the engine; raises NotImplementedError if none was started."""
         if self.engine is None:
             raise NotImplementedError("There is no inference engine. Call setup_inference_engine(...) first.")
         return self.engine
@@ -105,7 +105,7 @@ class ColocatedServing:
     def generate(
         self, prompts: Sequence[EnginePrompt], params: Sequence[SamplingParams], *, sleep_engine: bool = True
     ) -> list[Completion]:
-        """Samples this rank's prompts, n completions per prompt in the prompts' order; a collective.
+        """Returns n completions for each of this rank's prompts, in order; a collective.
 
         A rank may have no prompt. An error on one rank is raised on all. The engine sleeps afterwards unless
         sleep_engine is False, which lets the next call begin without another wake-up.
@@ -121,7 +121,7 @@ class ColocatedServing:
     def _generate_together(
         self, prompts: Sequence[EnginePrompt], params: Sequence[SamplingParams], sleep_engine: bool
     ) -> list[Completion]:
-        """Does the same where ranks drive one engine: each gives it the prompts of all, and takes its own samples."""
+        """Generates if several ranks drive one engine: each submits the prompts of all and takes its own samples."""
         with self.session(sleep_engine=sleep_engine) as engine:
             parts = self.group.gather((prompts, params))
             with self.group.comm.phase("generate", local=True):
@@ -134,7 +134,7 @@ class ColocatedServing:
 
     @contextmanager
     def session(self, *, sleep_engine: bool = True) -> Iterator[ColocatedEngine]:
-        """Lends the engine, awake and with the trainer's weights; a collective. Unless told not to, it sleeps after."""
+        """Lends the engine, awake and with the trainer's weights; a collective. By default, it sleeps afterwards."""
         with self._lent(sleep_engine) as engine:
             with self.group.comm.phase("generate", local=True):
                 self.wake()
@@ -158,7 +158,7 @@ class ColocatedServing:
 
     @contextmanager
     def kept_awake(self) -> Iterator[None]:
-        """Leaves the engine awake between the calls of the body, and puts it to sleep after them."""
+        """Leaves the engine awake between the calls in the body, and puts it to sleep at the end."""
         self._is_kept_awake = True
         try:
             yield
@@ -169,15 +169,15 @@ class ColocatedServing:
     def sync_weights(self, model: nn.Module, *, is_new: bool = True) -> SyncReport:
         """Sends the model's weights to the engine, stamped with the global step, and proves that they arrived.
 
-        Where nobody sets the step, the syncs of new weights are counted. A sleeping engine wakes up to hold weights
-        only. Where the canary is due it generates, and is awake after that.
+        If nobody sets the step, syncs of new weights are counted instead. A sleeping engine wakes up only to hold
+        weights. If the canary is due, the engine generates for it and is awake afterwards.
         """
         engine, comm = self.require_engine(), self.group.comm
         dtype = torch.bfloat16 if self._options.dtype == "bfloat16" else torch.float32
         expected = self.fingerprints(model, dtype)
         version = self._trainer.global_step or (self.last_sync.version + is_new if self.last_sync else 0)
         update = engine.update_weights if comm.world == 1 else self._update_alike
-        with comm.phase("weight sync", late=WeightSyncError):  # which comes after all pairs were consumed
+        with comm.phase("weight sync", late=WeightSyncError):  # raised only after all pairs were consumed
             report = update(self.source.full_parameters(model, dtype), version, expected=expected)
         self._model = model
         every = self._options.canary_every
@@ -188,7 +188,7 @@ class ColocatedServing:
         return report
 
     def _update_alike(self, weights: NamedTensors, version: int, *, expected: KnownWeights | None) -> SyncReport:
-        """Does what the engine's update_weights() does, and proves that all ranks sent the same."""
+        """Updates the engine's weights, and proves that all ranks sent the same ones."""
         engine, agreement = self.require_engine(), RankAgreement(self.group.comm, expected)
         try:
             report = engine.update_weights(agreement.watched(weights), version, expected=expected)
@@ -201,7 +201,7 @@ class ColocatedServing:
         return report
 
     def fingerprints(self, model: nn.Module, dtype: torch.dtype) -> KnownWeights | None:
-        """Returns the fingerprints of the weights that are sent next, by which the engine's are proven."""
+        """Returns the fingerprints of the weights that are sent next, which prove those of the engine."""
         return self.source.weight_fingerprints(model, dtype)
 
     def sleep(self) -> None:
@@ -223,7 +223,7 @@ class ColocatedServing:
 
 
 class OffloadingServing(ColocatedServing):
-    """Serving where the trainer waits in host memory while the engine is awake (--offload_while_generating)."""
+    """Serving with the trainer in host memory while the engine is awake (--offload_while_generating)."""
 
     def __init__(self, trainer: ServedTrainer, options: StrategyOptions, residency: Residency) -> None:
         super().__init__(trainer, options)
@@ -242,7 +242,7 @@ class OffloadingServing(ColocatedServing):
             self._residency.return_to_device()
 
     def sync_weights(self, model: nn.Module, *, is_new: bool = True) -> SyncReport:
-        """Brings the trainer back, whose weights are read now."""
+        """Brings the trainer back, whose weights must be read, and sends them."""
         self.require_engine()
         self._residency.return_to_device()
         return super().sync_weights(model, is_new=is_new)
@@ -254,7 +254,7 @@ class OffloadingServing(ColocatedServing):
 class Canary:
     """Compares a few logprobs of the engine with the trainer's, to prove a weight sync from end to end.
 
-    This sees what a comparison of weights cannot: caches that older weights filled, weights that an engine keeps in
+    It finds errors that a comparison of weights cannot: caches of older weights, weights that an engine keeps in
     another layout, another temperature, another position of an image. Its prompts are those of the last rollout.
     """
 
@@ -263,7 +263,7 @@ class Canary:
         self._prompts: list[EnginePrompt] = []
 
     def keep(self, prompts: Sequence[EnginePrompt]) -> None:
-        """Keeps the first prompts, and before them those with images or videos, since more can go wrong there."""
+        """Keeps the first prompts, preferring those with images or videos, with which more can go wrong."""
         chosen = sorted(prompts, key=lambda prompt: not (prompt.images or prompt.videos))[:_NUM_PROMPTS]
         self._prompts = chosen or self._prompts
 
@@ -283,14 +283,14 @@ class Canary:
         return largest
 
     def _usable(self, model: nn.Module) -> list[EnginePrompt]:
-        """Returns the prompts that the trainer can score: those with images or videos need a processor."""
+        """Returns the prompts that the trainer can score; those with images or videos need a processor."""
         can_score_media = isinstance(model, Policy) and self._trainer.media is not None
         return [item for item in self._prompts if can_score_media or not (item.images or item.videos)]
 
     def _logprobs(
         self, model: nn.Module, items: list[Completion], encoded: list[EncodedPrompt] | None, device: torch.device
     ) -> list[Tensor]:
-        """Returns the trainer's logprobs of what the engine generated."""
+        """Returns the trainer's logprobs of the tokens that the engine generated."""
         if not isinstance(model, Policy):
             return self._logprobs_of_causal_lm(model, items, device)
         pairs = [(item.prompt_token_ids, item.output_token_ids) for item in items]
@@ -312,12 +312,12 @@ def _differs(version: int | None, largest: float, allowed: float) -> WeightSyncE
 
 
 def can_score(model: nn.Module) -> bool:
-    """Returns whether the trainer can compute logprobs with a model: it has lightrl's or transformers' forward."""
+    """Returns whether the trainer can compute logprobs with a model, by lightrl's or transformers' forward."""
     return isinstance(model, Policy | PreTrainedModel) or hasattr(model, "get_base_model")  # the last is PEFT's
 
 
 def made_up_prompts(engine: InferenceEngine) -> list[EnginePrompt]:
-    """Returns prompts of token ids from all over the vocabulary, placeholders left out."""
+    """Returns prompts of token ids from all over the vocabulary, without placeholders."""
     special = {engine.image_token_id, engine.video_token_id}
     ids = [index * 7919 % engine.vocab_size for index in range(1, 40)]
     usable = [token for token in ids if token not in special]
@@ -341,7 +341,7 @@ def _encoded(media: MediaProcessor, scored: list[tuple[EnginePrompt, Completion]
 
 
 def _scores_of_causal_lm(model: Any, prompt: Sequence[int], response: Sequence[int], device: torch.device) -> Tensor:
-    """Scores one response with a transformers model that is trained as it is, without a Policy around it."""
+    """Scores one response with a plain transformers model that is trained without a Policy around it."""
     ids = torch.tensor([[*prompt, *response]], device=device)
     with torch.no_grad():
         logits: Tensor = model(input_ids=ids, use_cache=False).logits[0]
@@ -351,7 +351,7 @@ def _scores_of_causal_lm(model: Any, prompt: Sequence[int], response: Sequence[i
 
 
 def _difference(theirs: list[Tensor], completions: list[Completion], dtype: torch.dtype) -> float:
-    """Returns the largest of any logprob in float32; in bfloat16 the mean, since large logits round single ones far.
+    """Returns the largest difference in float32 but the mean in bfloat16, which rounds single logits coarsely.
 
     A NaN counts as an infinite difference.
     """

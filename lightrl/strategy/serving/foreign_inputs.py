@@ -1,7 +1,7 @@
-"""The inputs and results of gather_and_generate and engine_generate_local, as code for other trainers writes them.
+"""Inputs and results of gather_and_generate and engine_generate_local in the forms of other trainers.
 
-Texts or token ids, and results that are read by attribute. lightrl's own trainers call generate() with EnginePrompt and
-SamplingParams, and enter none of this.
+Inputs are texts or token ids, and results are read by attribute. lightrl's own trainers call generate() with
+EnginePrompt and SamplingParams, and never run this code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Decoder(Protocol):
 
 
 class Caller(Protocol):
-    """What generation needs of the strategy that it is called on."""
+    """The parts of a strategy that generation needs."""
 
     seed: int
     tokenizer: Decoder | None
@@ -38,7 +38,7 @@ class Caller(Protocol):
     def serving(self) -> ColocatedServing: ...
 
 
-FindTokenizer = Callable[[], Decoder]  # called where text is given and the strategy has no tokenizer
+FindTokenizer = Callable[[], Decoder]  # called if text is given and the strategy has no tokenizer
 
 
 def generate_local(
@@ -86,7 +86,7 @@ def generate_gathered(
     with comm.phase("generate", local=True):
         prompts = _prompts_of(caller, _inputs(token_ids, texts, media), find_tokenizer)
     counts, calls = zip(*comm.all_gather_object((len(prompts), caller.num_generations)), strict=True)
-    call = max(calls)  # a rank may have sampled more often by itself
+    call = max(calls)  # a rank may have sampled more often on its own
     caller.num_generations = call + 1
     with comm.phase("generate", local=True):
         first = sum(counts[: comm.rank])
@@ -100,7 +100,7 @@ def generate_gathered(
 
 
 def _inputs(token_ids: Any | None, texts: list[str] | None, media: tuple[Any, Any, Any, Any]) -> list[dict[str, Any]]:
-    """Returns a dict per prompt. Of a text and token ids the text counts where there are images or videos."""
+    """Returns a dict per prompt. If a text and token ids are given, the text counts with images or videos."""
     if token_ids is None and texts is None:
         raise ValueError("Give all_prompt_token_ids, all_prompts, or both for the same prompts; neither was given.")
     ids = None if token_ids is None else as_prompt_list(token_ids)
@@ -125,7 +125,7 @@ def _prompts_of(
 
 
 def _give_tokenizer(caller: Caller, params: Sequence[SamplingParams], find_tokenizer: FindTokenizer) -> None:
-    """Gives the engine what reads stop strings, if it was built without."""
+    """Gives the engine a tokenizer to find stop strings with, if it has none."""
     engine = caller.serving.require_engine()
     if engine.tokenizer is None and any(item.stop for item in params):
         caller.tokenizer = engine.tokenizer = caller.tokenizer or find_tokenizer()
@@ -134,7 +134,7 @@ def _give_tokenizer(caller: Caller, params: Sequence[SamplingParams], find_token
 def _items(
     caller: Caller, completions: Sequence[Completion], params: Sequence[SamplingParams], given: Any
 ) -> list[EasyDict]:
-    """Returns an item per completion. The text ends before a stop string, unless the parameters say to include it."""
+    """Returns an item per completion. The text ends before a stop string, unless the parameters include it."""
     owners = [item for item in params for _ in range(item.n)]
     keeps_stop = read_setting(given, "include_stop_str_in_output")
     items = []
@@ -193,7 +193,7 @@ def _without_runs(ids: Sequence[int], placeholder_ids: Collection[int]) -> list[
 
 
 def as_item(completion: Completion, tokenizer: Decoder | None) -> EasyDict:
-    """Converts a completion to the item that gather_and_generate returns."""
+    """Converts a completion to an item of gather_and_generate."""
     text = tokenizer.decode(list(completion.output_token_ids), skip_special_tokens=True) if tokenizer else None
     return EasyDict(
         prompt_token_ids=list(completion.prompt_token_ids),

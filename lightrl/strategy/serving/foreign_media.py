@@ -1,6 +1,6 @@
-"""Images and videos as code for other trainers hands them over: nested or flat lists, paths, arrays, lists of frames.
+"""Images and videos in the forms of other trainers: nested or flat lists, paths, arrays, lists of frames.
 
-lightrl's own trainers read the files of a data set, and enter none of this.
+lightrl's own trainers read the files of a data set, and never run this code.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def build_multimodal_inputs(
 def _per_prompt(
     prompts: Sequence[Any], items: Sequence[Any] | None, counts: Sequence[int] | None, kind: str
 ) -> list[list[Any]]:
-    """Takes nested lists as they are and cuts flat ones by the counts; without counts each prompt has one item."""
+    """Returns nested lists unchanged and cuts flat ones by the counts; without counts, each prompt has one item."""
     if items is None:
         return [[] for _ in prompts]
     if counts is not None and len(counts) != len(prompts):
@@ -62,7 +62,7 @@ def _per_prompt(
 
 
 def _is_list_of_items(item: Any, kind: str) -> bool:
-    """Returns whether this is a prompt's list. A list of frames is one video."""
+    """Returns whether this is a prompt's list of items; a list of frames is one video."""
     return isinstance(item, list | tuple) and not (kind == "video" and _is_list_of_frames(item))
 
 

@@ -1,6 +1,6 @@
-"""Sampling parameters as code for other trainers writes them: dicts or objects, shared by the prompts, without a seed.
+"""Sampling parameters in the forms of other trainers: dicts or objects, shared by prompts, without a seed.
 
-lightrl's own trainers give each prompt a SamplingParams with its seed, and enter none of this.
+lightrl's own trainers give each prompt a SamplingParams with its seed, and never run this code.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from typing import Any
 from lightrl.engines.base import SamplingParams
 from lightrl.seeding import mix_seed
 
-_GATHERED_STREAM, _LOCAL_STREAM = 0x67617468, 0x6C6F6361  # keep these draws apart from each other and from seeded ones
+_GATHERED_STREAM, _LOCAL_STREAM = 0x67617468, 0x6C6F6361  # separate these draws from each other and from seeded ones
 
-SeedOf = Callable[[int], int]  # the seed of the prompt at an index, for parameters that have none
+SeedOf = Callable[[int], int]  # index of a prompt -> its seed, for parameters that have none
 
 
 def gathered_seeds(run_seed: int, call: int, first_position: int) -> SeedOf:
-    """Returns seeds by the prompt's position among those of all ranks, so they do not depend on the world size."""
+    """Returns seeds by the prompt's position among those of all ranks, which no world size changes."""
     return lambda index: mix_seed(_GATHERED_STREAM, run_seed, call, first_position + index)
 
 
 def local_seeds(run_seed: int, call: int, engine_index: int) -> SeedOf:
-    """Returns seeds of a call that each engine answers by itself."""
+    """Returns seeds for a call that each engine answers on its own."""
     return lambda index: mix_seed(_LOCAL_STREAM, run_seed, call, engine_index, index)
 
 
@@ -47,7 +47,7 @@ _RENAMED = {
     "n_samples": "n",
     "sampling_seed": "seed",
 }
-# Settings that lightrl has no use for: they say what to print or what to return.
+# Settings without a use in lightrl: they say what to print or return.
 _IGNORED = {
     "detokenize",
     "flat_logprobs",
@@ -61,9 +61,9 @@ _IGNORED = {
     "spaces_between_special_tokens",
     "stream_interval",
 }
-# Values of settings that lightrl does not have, at which they change nothing.
+# Settings that lightrl does not have, with the values at which they change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"min_p": (0,), "best_of": (1,), "length_penalty": (1,)}
-_EVERYTHING = 10_000_000  # a top_k that some give for no limit: more tokens than any vocabulary has
+_EVERYTHING = 10_000_000  # a top_k that means no limit: more tokens than any vocabulary has
 
 
 def as_params(given: Any) -> SamplingParams:
@@ -88,7 +88,7 @@ def as_params(given: Any) -> SamplingParams:
 
 
 def read_setting(given: Any, name: str) -> Any:
-    """Returns a setting of a dict or an object (of several: of the first), or None."""
+    """Returns a setting from a dict or an object, or from the first of several; None if missing."""
     if isinstance(given, Sequence) and not isinstance(given, str):
         return read_setting(given[0], name) if given else None
     return given.get(name) if isinstance(given, Mapping) else getattr(given, name, None)
@@ -101,7 +101,7 @@ def _settings_of(given: Any) -> dict[str, Any]:
         kind = type(given).__name__
         raise TypeError(f"sampling_params must be SamplingParams, vLLM's, a dict, or one per prompt, not {kind}.")
     fresh = type(given)()
-    kept = ("max_tokens", "max_new_tokens")  # the default of another class is not ours
+    kept = ("max_tokens", "max_new_tokens")  # defaults of other classes are not ours
     return {
         name: getattr(given, name)
         for name in names

@@ -1,4 +1,4 @@
-"""Serving by other ranks (--rollout_ranks): the trainer's weights go over a link, and nothing is generated here."""
+"""Serving by other ranks (--rollout_ranks): weights go over a link, and nothing is generated here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RemoteServing(ColocatedServing):
     """Keeps the trainer's weights in the engines of the rollout ranks."""
 
     def __init__(self, trainer: ServedTrainer, options: StrategyOptions, connect: Callable[[], Link | None]) -> None:
-        """connect: makes this rank's end of the link, when the models are there; None on all ranks but the first."""
+        """Takes `connect`, which makes this rank's end of the link once models exist; None except on the first rank."""
         super().__init__(trainer, options)
         self.link: Link | None = None
         self._connect = connect
@@ -48,7 +48,7 @@ class RemoteServing(ColocatedServing):
         return engine
 
     def fingerprints(self, model: nn.Module, dtype: torch.dtype) -> KnownWeights | None:
-        """Has the fingerprints sent along, so that the rollout ranks prove what they receive."""
+        """Returns the fingerprints, and has them sent too, so that rollout ranks can prove what they receive."""
         engine = self.require_engine().engine
         assert isinstance(engine, LinkEngine), "start() makes no other"
         engine.expected = super().fingerprints(model, dtype)

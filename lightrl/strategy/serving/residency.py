@@ -1,6 +1,6 @@
 """Residency: which parts of a strategy's models are on the device and which wait in host memory.
 
-A storage moves in place, so that parameters, optimizers and views keep working.
+Storages move in place, so that parameters, optimizers and views stay valid.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightrl.strategy.optim.optimizers import MAIN_COPIES, TrainedModels, refuse
 
 
 class OffloadedTrainer(Protocol):
-    """What residency needs of the trainer whose models move; a strategy is one."""
+    """The parts of a trainer that residency needs to move its models; a strategy is one."""
 
     @property
     def device(self) -> torch.device: ...
@@ -36,16 +36,16 @@ class ModelResidency:
     """One model's parameters, gradients, optimizer states and average, each on the device or in host memory."""
 
     def __init__(self, model: nn.Module | None, optimizer: Optimizer | None, trainer: OffloadedTrainer) -> None:
-        """Makes the residency of a model, of a model that trains, or of an optimizer's states alone."""
+        """Creates the residency of a model, of a model with its optimizer, or only of an optimizer's states."""
         self.model = model
         self.optimizer = optimizer
         self._trainer = trainer
-        self._offloaded = trainer.trained.offloaded  # the model while its weights have left, the optimizer likewise
+        self._offloaded = trainer.trained.offloaded  # the model while its weights are away; likewise the optimizer
         self._moved: dict[str, StorageOffloader] = {}
         self._guard: RemovableHandle | None = None
 
     def offload_parameters(self) -> int:
-        """Moves weights and buffers to host memory; returns the bytes freed, 0 if they are there already."""
+        """Moves weights and buffers to host memory; returns the bytes freed, or 0 if they are there already."""
         if self.model is None:
             return 0
         self._trainer.after_forward_only(self.model)
@@ -65,7 +65,7 @@ class ModelResidency:
 
     def offload_main_copies(self) -> int:
         """Moves the float32 copies of weights that compute in bfloat16 to host memory; returns the bytes freed."""
-        if self.model is None or self.model in self._offloaded:  # they have left with its weights
+        if self.model is None or self.model in self._offloaded:  # they have left with the weights
             return 0
         freed = self._offload(MAIN_COPIES, self._trainer.layout.main_copies(self.model))
         if freed:
@@ -110,7 +110,7 @@ class ModelResidency:
         return self._restore("optimizer states")
 
     def _offload(self, part: str, tensors: list[Tensor]) -> int:
-        """Leaves alone what an option of the back end keeps in host memory anyway."""
+        """Offloads storages, except those that an option of the back end keeps in host memory anyway."""
         offloader = self._moved.setdefault(part, StorageOffloader())
         device = self._trainer.device
         return offloader.offload(tensor for tensor in tensors if tensor.device.type == device.type)
@@ -126,10 +126,10 @@ class Residency:
     def __init__(self, trainer: OffloadedTrainer) -> None:
         self._trainer = trainer
         self._entries: list[ModelResidency] = []
-        self.offloaded_bytes = 0  # on this rank, the last time that the trainer left the device to the engine
+        self.offloaded_bytes = 0  # on this rank, when the trainer last left the device to the engine
 
     def add(self, model: nn.Module | None, optimizer: Optimizer | None = None) -> ModelResidency:
-        """Returns the residency of a model, made at the first call; a model with an optimizer is a trained one."""
+        """Returns the residency of a model, created at the first call; a model with an optimizer counts as trained."""
         for entry in self._entries:
             if (model is not None and entry.model is model) or (optimizer is not None and entry.optimizer is optimizer):
                 entry.model = entry.model if model is None else model
@@ -144,7 +144,7 @@ class Residency:
         return self.add(None, optimizer)
 
     def _models(self) -> list[ModelResidency]:
-        """Returns the residencies of all models, those that were prepared since the last call too."""
+        """Returns the residencies of all models, including those prepared since the last call."""
         for model, optimizer in self._trainer.trained.placed.items():
             self.add(model, optimizer)
         return self._entries
@@ -168,15 +168,15 @@ class Residency:
         return freed + sum(entry.offload_gradients() for entry in self.trained if with_gradients)
 
     def load_parameters(self, *, keep_gradients: bool) -> int:
-        """Loads the weights of every trained model, and its gradients or none of them; returns the bytes loaded."""
+        """Loads the weights of every trained model, and perhaps its gradients; returns the bytes loaded."""
         loaded = sum(entry.load_parameters() for entry in self.trained)
         return loaded + sum(entry.load_gradients(keep=keep_gradients) for entry in self.trained)
 
     def leave_device(self) -> None:
-        """Moves everything to host memory, the models that do not train too."""
+        """Moves everything to host memory, including models that do not train."""
         freed = self.offload_optimizers() + self.offload_parameters(with_gradients=True)
         freed += sum(entry.offload_parameters() for entry in self._models() if entry.optimizer is None)
-        if freed:  # 0 where everything had left before
+        if freed:  # 0 if everything had left before
             self.offloaded_bytes = freed
 
     def return_to_device(self) -> None:
@@ -189,14 +189,14 @@ class Residency:
 
 
 class StorageOffloader:
-    """Frees the device memory behind tensors and restores it bit for bit; a second call of either changes nothing."""
+    """Frees the device memory behind tensors and restores it bit for bit; repeated calls change nothing."""
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether a storage is in host memory now."""
+        """Whether any storage is in host memory now."""
         return bool(self._kept)
 
     @torch.no_grad()
@@ -208,7 +208,7 @@ class StorageOffloader:
             storage = tensor.untyped_storage()
             if storage.nbytes() == 0 or storage.data_ptr() in self._kept:  # tied weights and views share a storage
                 continue
-            if not storage.resizable():  # a mapped file, as a loaded model may be in host memory: not ours to free
+            if not storage.resizable():  # a mapped file, as of a model loaded into host memory, is not ours to free
                 continue
             host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=tensor.is_cuda)
             host.copy_(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
