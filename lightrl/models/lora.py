@@ -220,7 +220,7 @@ def adapter_of(layer: Any) -> Adapter:
 def plain_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Returns (plain name, parameter) of everything except the adapters; tied parameters appear once."""
     named = model.named_parameters()
-    return [(name.replace(".base_layer.", "."), item) for name, item in named if not _is_adapter(name)]
+    return [(name.replace(".base_layer.", "."), item) for name, item in named if not is_adapter(name)]
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -228,13 +228,14 @@ def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return sorted((name, item) for name, item in model.named_parameters() if item.requires_grad)
 
 
-def _is_adapter(name: str) -> bool:
+def is_adapter(name: str) -> bool:
+    """Returns whether this is the name of an adapter's parameter."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def file_name(name: str) -> str:
     """Returns a parameter's name in an adapter's file."""
-    return _PEFT_PREFIX + (name.replace(f".{ADAPTER}.", ".") if _is_adapter(name) else name)
+    return _PEFT_PREFIX + (name.replace(f".{ADAPTER}.", ".") if is_adapter(name) else name)
 
 
 # ---- Using -------------------------------------------------------------------------------------------------------

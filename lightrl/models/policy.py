@@ -251,6 +251,10 @@ def check_model_folder(path: str, option: str = "--model") -> None:
     if not (folder / "config.json").is_file():
         inner = folder / "final"
         hint = f" Did you mean {inner}?" if (inner / "config.json").is_file() else ""
+        if (folder / "adapter_config.json").is_file():
+            hint = (
+                " It holds an adapter: give the model that it belongs to, or the merged one, which a run has as final/."
+            )
         raise FileNotFoundError(
             f"{option} {path}: the folder has no config.json, so it holds no Hugging Face model.{hint}"
         )

@@ -51,6 +51,9 @@ def test_what_a_model_folder_lacks_is_told(folder: str, tmp_path: Path) -> None:
         check_model_folder(str(tmp_path / "nowhere"))
     with pytest.raises(FileNotFoundError, match="no config.json"):
         check_model_folder(str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match="It holds an adapter: give the model that it belongs to"):
+        check_model_folder(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(FileNotFoundError, match="no tokenizer"):
         check_model_folder(str(tmp_path))

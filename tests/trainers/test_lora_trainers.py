@@ -109,3 +109,27 @@ def test_an_adapter_that_does_not_fit_ends_a_run_before_weights_are_loaded(
     monkeypatch.setattr(run, "load_policy", None)  # which reads the weights
     with pytest.raises(ValueError, match=rf"--lora\.others rival={folder} does not fit the model: "):
         GRPOTrainer(config)
+
+
+def test_a_run_without_adapters_is_not_continued_with_them(toy_flags: list[str], tmp_path: Path) -> None:
+    flags = [
+        *toy_flags,
+        "--max_steps",
+        "1",
+        "--eval.every",
+        "0",
+        "--log.tensorboard",
+        "False",
+        "--checkpoint.every",
+        "1",
+    ]
+    lora = ["--lora.rank", "2"]
+    for name, adapters in (("whole", []), ("adapters", lora)):
+        GRPOTrainer(parse_config(GRPOConfig, [*flags, *adapters, "--output_dir", str(tmp_path / name)])).fit()
+    for start, adapters, told in (
+        ("whole", lora, r"holds all weights, and this run trains adapters \(--lora"),
+        ("adapters", [], "holds adapters, and this run trains all weights"),
+    ):
+        branch = ["--resume", str(tmp_path / start), "--output_dir", str(tmp_path / f"from-{start}")]
+        with pytest.raises(ValueError, match=rf"step-000001 {told}.* Give the --lora"):
+            GRPOTrainer(parse_config(GRPOConfig, [*flags, *adapters, *branch])).fit()

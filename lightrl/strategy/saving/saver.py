@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from lightrl.checkpoint import open_directory, resolve_checkpoint
 from lightrl.comm import Comm
+from lightrl.models.lora import is_adapter
 from lightrl.models.policy import persistent_buffers
 from lightrl.strategy.layout.plain import PlainLayout, has_adapters
 from lightrl.strategy.optim.optimizers import TrainedModels
@@ -223,10 +224,7 @@ class TrainingStateSaver:
         named = dict(self._saved_tensors(model))
         missing, unknown = sorted(set(named) - reader.names), sorted(reader.names - set(named))
         if strict and (missing or unknown):
-            raise ValueError(
-                f"{path} does not fit the model: missing {missing[:5] or 'nothing'}, "
-                f"unknown {unknown[:5] or 'nothing'}."
-            )
+            raise _does_not_fit(path, missing, unknown)
         for name in sorted(set(named) & reader.names):
             saved_shape, shape = reader.shape_of(name), layout.whole_shape(named[name])
             if saved_shape != shape:
@@ -386,3 +384,15 @@ def _set_random_state(state: dict[str, Any]) -> None:
     if "numpy" in state:
         name, keys, position, has_gauss, cached = state["numpy"]
         np.random.set_state((name, np.array(keys, dtype="uint32"), int(position), int(has_gauss), cached))
+
+
+def _does_not_fit(path: Path, missing: list[str], unknown: list[str]) -> ValueError:
+    if any(map(is_adapter, unknown)) != any(map(is_adapter, missing)):
+        held, wanted = ("adapters", "all weights") if any(map(is_adapter, unknown)) else ("all weights", "adapters")
+        return ValueError(
+            f"{path} holds {held}, and this run trains {wanted} (--lora.*). Give the --lora.* options of the run that "
+            "wrote it, or start anew from its model: --model with final/ of its folder."
+        )
+    return ValueError(
+        f"{path} does not fit the model: missing {missing[:5] or 'nothing'}, unknown {unknown[:5] or 'nothing'}."
+    )
