@@ -5,11 +5,16 @@ from typing import Any
 
 import pytest
 
+from lightrl.comm import Comm
 from lightrl.config import CheckpointConfig, GRPOConfig
+from lightrl.metrics import Statistics
+from lightrl.records import Prompt, Sample
+from lightrl.rewards import NO_REWARD
 from lightrl.rewards.reward_set import RewardSet
+from lightrl.strategy.results import TrainBatchResult
 from lightrl.trainers.fit import Shown
 from lightrl.trainers.grpo import GRPOTrainer
-from lightrl.trainers.policy_step import describe_batches, shown_of
+from lightrl.trainers.policy_step import describe_batches, describe_rollout, describe_update, shown_of
 
 
 def test_the_batch_arithmetic_is_written_out() -> None:
@@ -41,3 +46,71 @@ def test_a_micro_batch_must_hold_the_longest_prompt_with_its_response(
     with pytest.raises(ValueError, match="11 cannot hold the longest prompt with --max_new_tokens 6: .* at least 12"):
         trainer(11)
     trainer(12).close()
+
+
+def sample(position: int, num_tokens: int, *, num_prompt: int = 2, is_cut: bool = False, own: int = 0) -> Sample:
+    """A response of num_tokens; the policy chose the first `own` of them, or all."""
+    return Sample(
+        prompt=Prompt(index=position, text="", token_ids=(1,) * num_prompt, answer=None),
+        position=position,
+        sample_index=0,
+        response_ids=(5,) * num_tokens,
+        sampler_logprobs=(-1.0,) * num_tokens,
+        versions=(0,) * num_tokens,
+        finish_reason="length" if is_cut else "stop",
+        text="",
+        own=tuple(index < own for index in range(num_tokens)) if own else (),
+    )
+
+
+def reduced(samples: list[Sample], rewards: list[float]) -> dict[str, float]:
+    statistics = Statistics()
+    describe_rollout(samples, rewards, statistics)
+    return statistics.reduce(Comm())
+
+
+def test_the_numbers_of_a_rollout_by_hand() -> None:
+    """Three groups: one of equal rewards, one of unequal ones, and one with a reward and a failed sample."""
+    samples = [sample(0, 3), sample(0, 5), sample(1, 1), sample(1, 7, is_cut=True), sample(2, 4), sample(2, 2)]
+    assert reduced(samples, [0.5, 0.5, 0.0, 1.0, 0.25, NO_REWARD]) == {
+        "reward/mean": 0.45,  # 2.25 / 5
+        "reward/equal_groups": pytest.approx(2 / 3),  # a single reward is equal to itself
+        "tokens/prompt": 12,  # 6 x 2
+        "tokens/response": 22,
+        "tokens/response_mean": pytest.approx(22 / 6),
+        "tokens/response_max": 7,
+        "tokens/truncated": pytest.approx(1 / 6),
+    }
+
+
+def test_tokens_of_an_environment_are_counted_apart() -> None:
+    samples = [sample(0, 6, own=4, num_prompt=3), sample(0, 5, num_prompt=3)]
+    found = reduced(samples, [1.0, 1.0])
+    assert found["tokens/response"] == 11
+    assert found["tokens/environment"] == 2
+    assert found["tokens/response_mean"] == 4.5  # of the policy: 4 and 5
+    assert found["tokens/response_max"] == 5
+
+
+def test_a_rank_without_samples_adds_nothing() -> None:
+    found = reduced([], [])
+    assert {name: value for name, value in found.items() if value} == {}
+    assert "reward/mean" not in found
+
+
+@pytest.mark.parametrize("prefix", ["", "critic/"])
+def test_the_numbers_of_updates_by_hand(prefix: str) -> None:
+    """Two updates and one that was skipped, whose numbers do not count."""
+    statistics = Statistics()
+    for loss, norm, lr, skipped in ((0.5, 1.0, 0.1, False), (float("nan"), 9.0, 0.9, True), (0.25, 2.0, 0.05, False)):
+        result = TrainBatchResult(
+            loss=loss, grad_norm=norm, lr=lr, skipped=skipped, total_weight=1.0, num_micro_batches=1
+        )
+        describe_update(result, statistics, prefix)
+    loss_of_policy = {} if prefix else {"loss": 0.375}  # a critic's objective reports its own
+    assert statistics.reduce(Comm()) == {
+        f"{prefix}skipped_updates": pytest.approx(1 / 3),
+        f"{prefix}grad_norm": 1.5,
+        f"{prefix}lr": 0.1,
+        **loss_of_policy,
+    }
