@@ -105,7 +105,7 @@ class ReturnsTraits(Traits):
     """What an estimator of one advantage per token asks of the trainer: `@returns(...)`."""
 
     uses_critic: bool = True
-    """Whether the estimator reads a critic's values. If False, it is refused in a run that trains a critic."""
+    """Whether the estimator reads a critic's values. If not, the trainer subtracts them from its advantages."""
 
 
 @dataclass(kw_only=True)

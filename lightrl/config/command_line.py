@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_args
+from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 from lightrl.config.help import help_on, short_help, whole_help
 from lightrl.config.options import nearest_name, option_names, option_types
@@ -130,15 +130,22 @@ def _yaml_flags(config_class: type[Any], path: str) -> list[str]:
         if name not in types:
             hint = reason_against(name, types) or nearest_name(name, set(types))
             raise ValueError(f"--config {path}: unknown option {name!r}. {hint}")
-        if value is None and type(None) not in get_args(types[name]):
-            raise ValueError(f"--config {path}: {name} has no value. Give one, or leave the line out.")
-        if isinstance(value, list) and any(str(part).startswith("--") for part in value):
-            raise ValueError(f"--config {path}: {name} is {value}: a value cannot begin with dashes.")
+        _check_value(name, value, types[name], path)
         if name == "config":
             continue  # the path that the run which saved this file was started with
         # Name and value are one word, so that a value may begin with dashes.
         flags += [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]
     return flags
+
+
+def _check_value(name: str, value: Any, hint: Any, path: str) -> None:
+    """Raises ValueError for a value that would be no flag, or one of which the parser would say less."""
+    if value is None and type(None) not in get_args(hint):
+        raise ValueError(f"--config {path}: {name} has no value. Give one, or leave the line out.")
+    if isinstance(value, list) and not any(get_origin(kind) is tuple for kind in (hint, *get_args(hint))):
+        raise ValueError(f"--config {path}: {name} is {value}: it takes one value, not a list.")
+    if isinstance(value, list) and any(str(part).startswith("--") for part in value):
+        raise ValueError(f"--config {path}: {name} is {value}: a value cannot begin with dashes.")
 
 
 def _read_yaml(path: str) -> Mapping[str, Any]:

@@ -168,6 +168,7 @@ def test_a_saved_value_may_begin_with_dashes(tmp_path: Path) -> None:
         ("- a\n- b\n", "must hold `option: value` lines, not a list"),
         ("lr: [1\n", "is not valid YAML"),
         ("lr: fast\n", "Error parsing --lr"),
+        ("num_prompts: [4, 5]\n", "num_prompts is [4, 5]: it takes one value, not a list"),
         ("output_dir:\n", "output_dir has no value. Give one, or leave the line out"),
     ],
 )
