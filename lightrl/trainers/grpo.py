@@ -71,8 +71,9 @@ class GRPOTrainer(Trainer):
 
         with self.strategy.comm.phase("loading the model", local=True):
             policy = load_start_policy(self.run)
-        self.policy = self.strategy.prepare_trained(policy, schedule_length=config.schedule_length).model
-        self.model = self.policy
+        trained = self.strategy.prepare_trained(policy, schedule_length=config.schedule_length)
+        self.model = self.policy = trained.model
+        self.optimizer = trained.optimizer
         self.reference = prepare_reference(self.run, self.policy) if config.algorithm.kl_coef else None
         self.teacher = self._load_teacher() if config.teacher_model else None
         self.draw: Callable[[], list[ScoredGroup]] = lambda: self.roll_out(config.num_prompts)
