@@ -13,7 +13,7 @@ format:  ## fix what a tool can fix
 	$(PYTHON) -m ruff check --fix .
 	$(PYTHON) -m ruff format .
 
-check:  ## run formatter, linter, types, layers, and build the docs
+check:  ## run formatter, linter, type checker and layer checker
 	bash scripts/check.sh
 
 test:  ## run the CPU suite, except the tests marked engine and long

@@ -1,4 +1,4 @@
-"""Self-play in fifteen lines: an answer earns the margin by which it beats the answer of an earlier adapter.
+"""Self-play in fifteen lines: an answer earns its reward minus that of an earlier adapter's answer.
 
     lightrl train grpo --lora.rank 8 --lr 1e-3 --lora.engine unmerged --max_steps 20
     lightrl train grpo --lora.rank 8 --lr 1e-3 --lora.engine unmerged --reward episode \

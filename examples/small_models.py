@@ -2,8 +2,8 @@
 
     python examples/small_models.py calculator runs/calculator      # model, lessons.jsonl, train.jsonl, eval.jsonl
 
-Four lessons in five show a guessed answer, so a model that has learned them is right now and then: the rewards have to
-find out what the good lessons had in common.
+Most lessons show a wrong answer, so a model that has learned them is right only now and then. The rewards then teach it
+what the good lessons have in common.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def save_model(folder: Path, characters: str, phrases: tuple[str, ...]) -> None:
 
 
 def calculator(folder: Path, draw: random.Random) -> None:
-    """Products of three digits: a lesson calls the calculator and repeats its result, or guesses."""
+    """Three-digit products: one lesson in five calls the calculator and repeats its result, the others guess."""
     pairs = draw.sample([(a, b) for a in range(100, 1000) for b in range(100, 1000)], 12_000)
     save_model(folder / "model", "0123456789*", (CALL, CALL_END))
     lessons = []
@@ -79,7 +79,7 @@ def calculator(folder: Path, draw: random.Random) -> None:
 
 
 def chain_sum(folder: Path, draw: random.Random) -> None:
-    """Sums of two digits from reasoning-gym: one lesson in four is right, the others repeat the first digit."""
+    """Sums of two digits, from reasoning-gym: one lesson in four is right, the others repeat the first digit."""
     save_model(folder / "model", "0123456789+-= ", ("State the final answer to the following arithmetic problem: ",))
     lessons = [
         (item["question"], item["answer"] if draw.random() < 0.25 else item["metadata"]["expression"][0])
@@ -101,7 +101,7 @@ def spell_backward(folder: Path, draw: random.Random) -> None:
 
 
 def products(folder: Path, draw: random.Random) -> None:
-    """Products of two digits from reasoning-gym: one lesson in four is right, the others repeat the first digit."""
+    """Products of two digits, from reasoning-gym: one lesson in four is right, the others repeat the first digit."""
     ends = ("Solve the following multiplication: ", ". Give only the result as your final answer.")
     save_model(folder / "model", "0123456789* ", ends)
     lessons = [
@@ -154,8 +154,8 @@ TASKS = {
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("task", choices=TASKS)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("task", choices=TASKS, help="Task of the model and its lessons.")
+    parser.add_argument("folder", type=Path, help="Folder to write the model and the data files to.")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     TASKS[given.task](given.folder, random.Random(0))

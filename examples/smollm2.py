@@ -46,7 +46,7 @@ def convert(gguf: Path, folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="Folder of the model, which is made.")
+    parser.add_argument("folder", type=Path, help="Folder to write the model to; it is created.")
     folder = parser.parse_args().folder
     with tempfile.TemporaryDirectory() as downloads:
         convert(fetch(Path(downloads)), folder)
