@@ -95,16 +95,19 @@ if is_installed; then
     say "$venv is up to date"
     exit
 fi
+torch=()
 if has_gpu; then
     say "installing lightrl with the ordinary torch (a few minutes)"
 else
     say "no GPU: installing torch $cpu_torch, then lightrl (a few minutes)"
-    install "torch==$cpu_torch"
+    torch=("torch==$cpu_torch")
+    install "${torch[@]}"
 fi
 wants=$extra
 [[ $extra == dev ]] && wants=dev,vllm
 wants=$(with_engine "$wants")
-install --editable "$root${wants:+[$wants]}"
+# Named again, or pip may replace it by the build that the newest torchvision asks for.
+install ${torch[@]+"${torch[@]}"} --editable "$root${wants:+[$wants]}"
 has_gpu || adapt_to_cpu_torch
 printf '%s\n' "$wanted" >"$venv/lightrl-installed-${extra:-plain}"
 say "$venv is ready"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import _ctypes
 import base64
 import hashlib
 import importlib.metadata
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -25,13 +27,21 @@ def run_beside(torchvision: Path, code: str) -> str:
     return run_program([sys.executable, "-c", code], timeout_s=120, env=env).strip()
 
 
-@pytest.mark.parametrize("library", [None, "_C.so"])
+@pytest.mark.parametrize("library", [None, "_C.so", "_C_stable.so"])
 def test_operators_are_declared_where_no_library_loads(tmp_path: Path, library: str | None) -> None:
     (tmp_path / "torchvision").mkdir()
     (tmp_path / "torchvision" / "__init__.py").write_text("")
     if library:
         (tmp_path / "torchvision" / library).write_text("not a library")
     assert run_beside(tmp_path, CALL + OPERATORS) == "torchvision.nms torchvision.qnms"
+
+
+@pytest.mark.parametrize("library", ["_C.so", "_C_stable.so"])
+def test_a_library_that_loads_declares_its_operators_itself(tmp_path: Path, library: str) -> None:
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text("")
+    shutil.copy(_ctypes.__file__, tmp_path / "torchvision" / library)
+    assert run_beside(tmp_path, CALL + "print(hasattr(torch.ops.torchvision, 'nms'))") == "False"
 
 
 def test_the_entry_point_names_the_function() -> None:

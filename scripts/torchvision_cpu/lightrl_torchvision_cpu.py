@@ -36,7 +36,7 @@ def declare_operators() -> None:
 def _loads(package: Path) -> bool:
     """Loads torchvision's library, as its own import would, and returns whether that succeeded."""
     try:
-        for path in package.glob("_C.*"):
+        for path in package.glob("_C*.*"):  # _C.so, and _C_stable.so since 0.29
             torch.ops.load_library(path)
             return True
     except OSError:
