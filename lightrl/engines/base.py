@@ -331,6 +331,15 @@ def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = 
     return tuple(sorted(ids))
 
 
+def outside_vocabulary(ends: Sequence[int], vocab_size: int) -> ValueError:
+    """Returns the error about end tokens that the model does not have."""
+    return ValueError(
+        f"End tokens {ends} are outside the model's vocabulary of {vocab_size}. They are eos_token_id in its "
+        "generation_config.json or config.json, or the tokenizer's eos_token: correct the file that names them, or "
+        "use the tokenizer that belongs to the model."
+    )
+
+
 def skeleton(source: PreTrainedModel) -> PreTrainedModel:
     """Returns the source's architecture without memory for weights; the source itself may be sharded or wrapped."""
     plain = next(kind for kind in type(source).__mro__ if not kind.__name__.startswith("FSDP"))

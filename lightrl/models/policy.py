@@ -43,6 +43,9 @@ disable_progress_bar()  # every rank would draw one; the run has its own
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _RATES = ("dropout", "pdrop", "drop_prob", "drop_rate", "drop_path_rate", "layerdrop")  # endings of names
+# Entries of a generation config that contradict nothing.
+_PLAIN = frozenset({"use_cache", "output_attentions", "output_hidden_states", "bos_token_id", "eos_token_id"})
+_PLAIN |= {"pad_token_id", "_from_model_config", "transformers_version"}
 # Model types that tests/models/test_policy.py compares with their own logits, so that runs need not do so.
 _TESTED_TYPES = frozenset({"llama", "qwen2", "qwen3"})
 _TESTED_VERSIONS = ("5.19.", "5.23.", "5.24.")  # of transformers: the test suite ran with each of them
@@ -228,10 +231,8 @@ def logit_scale(text_config: Any, model_type: str) -> float:
 
 def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
     """Returns (name, buffer) of the buffers that belong to a saved model, sorted by name."""
-    state = model.state_dict(keep_vars=True)
-    # A module may also have extra state, which is not a tensor.
-    tensors = [(name, item) for name, item in state.items() if isinstance(item, Tensor)]
-    return sorted((name, item) for name, item in tensors if not isinstance(item, nn.Parameter))
+    state = model.state_dict(keep_vars=True).items()  # a module may also have extra state, which is not a tensor
+    return sorted((key, item) for key, item in state if isinstance(item, Tensor) and not isinstance(item, nn.Parameter))
 
 
 # ---- Loading -----------------------------------------------------------------------------------------------------
@@ -320,10 +321,25 @@ def load_policy(path: str, *, materialize: bool, trust_remote_code: bool = False
     else:
         with explained(path, "config"):
             model = _empty_model(loader, config, path, trust_remote_code)
+    if not _PLAIN.issuperset(model.generation_config.to_diff_dict()):
+        _make_saveable(model.generation_config, path)
     model.config.use_cache = False
     policy = Policy(model, entropy=not is_reference)
     policy.is_actor = not is_reference
     return policy
+
+
+def _make_saveable(generation: GenerationConfig, path: str) -> None:
+    """Resolves a contradiction in a generation config: transformers reads it, and refuses to save it after the run.
+
+    Folders that name a temperature and no do_sample mean to sample, such as the first ones of Llama 2.
+    """
+    try:
+        generation.validate(strict=True)
+    except ValueError:
+        generation.update(do_sample=True)
+        with explained(path, "generation config"):
+            generation.validate(strict=True)
 
 
 def _missing_weights(path: str, names: Iterable[str]) -> ValueError:

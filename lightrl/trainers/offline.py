@@ -86,8 +86,14 @@ class ExampleData:
         skipped = f" ({self.num_skipped} too long, left out)" if self.num_skipped else ""
         return (
             f"{count} examples{skipped}, {config.batch_size} a step, on each of {world} rank(s) about {per_rank} in "
-            f"{micro}; {config.max_steps} steps, {num_drawn / count:.2f} epochs"
+            f"{micro}; {config.max_steps} steps, {num_drawn / count:.2f} epochs{self._unended()}"
         )
+
+    def _unended(self) -> str:
+        tokenizer = self._run.tokenizer
+        if tokenizer.eos_token_id is not None or tokenizer.chat_template:
+            return ""
+        return "; the tokenizer has no end token (eos_token), so nothing teaches the model to stop"
 
 
 class ExampleLearner:

@@ -1,3 +1,4 @@
+import json
 import shutil
 from pathlib import Path
 
@@ -69,6 +70,28 @@ def test_damaged_weights_are_told(folder: str, tmp_path: Path) -> None:
         file.truncate(1000)
     with pytest.raises(ValueError, match="its weights cannot be read"):
         load_policy(str(copy), materialize=True)
+
+
+def with_generation_config(folder: str, copy: Path, **entries: object) -> str:
+    shutil.copytree(folder, copy)
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, **entries}))
+    return str(copy)
+
+
+def test_a_generation_config_that_names_a_temperature_can_be_saved(folder: str, tmp_path: Path) -> None:
+    model = load_policy(
+        with_generation_config(folder, tmp_path / "copy", temperature=0.6, top_p=0.9), materialize=True
+    ).hf
+    model.save_pretrained(tmp_path / "saved")
+    saved = transformers.GenerationConfig.from_pretrained(tmp_path / "saved")
+    assert (saved.do_sample, saved.temperature, saved.top_p) == (True, 0.6, 0.9)
+
+
+def test_a_generation_config_that_cannot_be_saved_is_told_before_the_run(folder: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--model .*: its generation config cannot be read .*length_penalty"):
+        load_policy(with_generation_config(folder, tmp_path / "copy", length_penalty=2.0), materialize=True)
+    sampling = with_generation_config(folder, tmp_path / "right", do_sample=False, temperature=1.0)
+    assert load_policy(sampling, materialize=True).hf.generation_config.do_sample is False
 
 
 def test_the_class_that_loads_a_model_follows_its_config() -> None:

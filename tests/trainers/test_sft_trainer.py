@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,3 +54,14 @@ def test_the_training_is_that_of_plain_pytorch(
     assert rows[-1]["eval/loss"] == pytest.approx(-float(torch.cat(parts).mean()), rel=1e-5)
     likelihoods = torch.stack([part.sum().exp() for part in parts])
     assert rows[-1]["eval/probability"] == pytest.approx(float(likelihoods.mean()), rel=1e-5)
+
+
+def test_a_tokenizer_without_an_end_token_is_told(toy: Path, offline_flags: Options, tmp_path: Path) -> None:
+    model = shutil.copytree(toy / "model", tmp_path / "model")
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    del settings["eos_token"]
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    config = SFTConfig(**{**offline_flags("sft"), "model": str(model)}, output_dir=str(tmp_path / "run"))
+    trainer = SFTTrainer(config)
+    trainer.close()
+    assert trainer.batches.endswith("the tokenizer has no end token (eos_token), so nothing teaches the model to stop")

@@ -26,6 +26,7 @@ from lightrl.engines.base import (
     SamplingParams,
     as_prompt,
     eos_ids,
+    outside_vocabulary,
 )
 from lightrl.engines.native.constraints import constrain
 from lightrl.engines.native.forward import ModelRunner, SampleState
@@ -166,7 +167,7 @@ class NativeEngine(InferenceEngine):
         self.max_num_seqs = max_num_seqs
         outside = [token for token in eos_token_ids if not 0 <= token < self.vocab_size]
         if outside:
-            raise ValueError(f"eos_token_ids {outside} are outside the vocabulary of {self.vocab_size}.")
+            raise outside_vocabulary(outside, self.vocab_size)
         if varies_with_length(config):
             fix_frequencies(model, fixed_length(model) or self.max_model_len)
         self._media = media

@@ -340,3 +340,8 @@ def test_requests_that_were_set_aside_go_on_as_if_nothing_had_been(make_engine, 
         assert not engine.has_unfinished()
         assert len(engine.generate(prompts[:1], [SamplingParams(max_new_tokens=3, n=2)])) == 2
     assert finished(engine, done) == finished(*begun())
+
+
+def test_an_end_token_outside_the_vocabulary_is_told_with_what_may_name_it(make_engine):
+    with pytest.raises(ValueError, match=r"End tokens \[151645\] are outside .* of 61.* generation_config.json"):
+        make_engine(eos_token_ids=(2, 151645))
