@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from lightrl.checkpoint import CheckpointDirectory
 from lightrl.config import RunConfig, changed_options
+from lightrl.config.command_line import flatten
 from lightrl.config.yaml_text import read_yaml
 
 
@@ -46,6 +48,18 @@ def require_same(root: Path, config: RunConfig) -> None:
             f"--output_dir {root} belongs to another run: {listed}. Give the same options to continue that run, choose "
             f"another folder to begin anew, or branch off it by --output_dir NEW --resume {root}."
         )
+
+
+def different_ranks(options: Sequence[Mapping[str, Any]]) -> str:
+    """Returns what to say of ranks of which one has other options than the first; as_dict() gives the options."""
+    first, rank = options[0], next(rank for rank, given in enumerate(options) if given != options[0])
+    theirs = dict(flatten(options[rank]))
+    listed = [
+        f"--{name} is {value!r} on rank 0 and {theirs.get(name)!r} on rank {rank}"
+        for name, value in flatten(first)
+        if theirs.get(name) != value
+    ]
+    return f"The ranks have different options: {'; '.join(listed[:6])}. Start the same command on every node."
 
 
 def _require_rows(path: Path) -> None:

@@ -70,8 +70,7 @@ class PromptData:
     def draw(self, count: int, first: int = 0) -> Prompts:
         """Draws the next `count` prompts as positions first, first + 1, ... of the step; returns this rank's part."""
         drawn = list(enumerate(self.sampler.draw(count), start=first))
-        mine = shard(drawn, self._comm.rank, self._comm.world)
-        return [(position, self.train[index]) for position, index in mine]
+        return [(position, self.train[index]) for position, index in shard(drawn, self._comm.rank, self._comm.world)]
 
 
 def _build_prompts(run: RunContext, records: Sequence[Any], source: str, max_new_tokens: int) -> Sequence[Prompt]:

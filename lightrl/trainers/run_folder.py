@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightrl.comm import Comm
-from lightrl.config import RolloutConfig, RunConfig, to_yaml
+from lightrl.config import RolloutConfig, RunConfig, as_dict, to_yaml
 from lightrl.data.mixture import files_of, parts_of
 from lightrl.data.prompts import HELD_OUT
 from lightrl.records import Experience
@@ -105,7 +105,10 @@ class RunFolder:
 
 
 def open_folder(config: RunConfig, kind: str, comm: Comm) -> tuple[RunFolder, Path | None]:
-    """Returns folder and checkpoint. Rank 0 decides, as ranks may see different files; its errors reach all ranks."""
+    """Returns folder and checkpoint. Rank 0 decides, as ranks may see different files; its errors reach all ranks.
+
+    Raises ValueError on every rank if one has other options: they would wait in different places, or train apart.
+    """
     folder, checkpoint, problem = RunFolder(Path()), None, ""
     if comm.is_main:
         try:
@@ -118,9 +121,10 @@ def open_folder(config: RunConfig, kind: str, comm: Comm) -> tuple[RunFolder, Pa
         except (ValueError, OSError) as error:
             disown(folder.root)
             problem = str(error)
-    folder, checkpoint, problem = comm.broadcast_object((folder, checkpoint, problem))
-    if problem:
-        raise ValueError(problem)
+    found = comm.all_gather_object((folder, checkpoint, problem, as_dict(config)))
+    folder, checkpoint, problem, _ = found[0]
+    if problem or any(options != found[0][3] for *_, options in found):
+        raise ValueError(problem or earlier_run.different_ranks([options for *_, options in found]))
     return folder, checkpoint
 
 

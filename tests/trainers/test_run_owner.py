@@ -162,3 +162,11 @@ def test_of_two_runs_one_works_and_the_other_ends_with_2_on_every_rank(toy_flags
     going_on = [*flags, "--max_steps", "2"]
     assert "model:" in run_spmd(PROGRAM, *going_on, world_size=1, timeout_s=60)
     assert not (tmp_path / "run" / "owner.json").exists()
+
+
+def test_ranks_that_were_started_with_other_options_are_refused(tmp_path: Path) -> None:
+    program = PROGRAM.with_name("different_options_program.py")
+    said = run_spmd(program, str(tmp_path / "run"), world_size=2, timeout_s=120, expect_failure=True)
+    told = "The ranks have different options: --max_steps is 2 on rank 0 and 3 on rank 1; --eval.n is 1 on rank 0 and 2"
+    assert told in " ".join(said.split())
+    assert not (tmp_path / "run").exists()
