@@ -16,7 +16,7 @@ from lightrl.config import OptimConfig
 from lightrl.strategy import EngineStatus, StrategyBase, is_actor, strategy_class
 from lightrl.strategy.torch_native import SingleStrategy
 
-STRATEGIES = [StrategyBase, SingleStrategy, *map(strategy_class, ("ddp", "fsdp", "deepspeed"))]
+STRATEGIES = [StrategyBase, SingleStrategy, *map(strategy_class, ("ddp", "fsdp", "deepspeed", "megatron"))]
 ABSTRACT = {"create_optimizer", "backward", "optimizer_step", "save_ckpt", "load_ckpt"}
 SIGNATURES = {
     "__init__": "self, seed, max_norm, micro_train_batch_size, train_batch_size, args=None",

@@ -27,7 +27,7 @@ from lightrl.strategy.megatron.placing import Placed, place, placed_of
 from lightrl.strategy.megatron.ranks import Ranks, check_sizes, join_groups
 from lightrl.strategy.megatron.schedule import forward_step, run_schedule
 from lightrl.strategy.optim.accumulation import accumulation_steps
-from lightrl.strategy.results import GroupBatches, LossFn, TrainBatchResult, TrainedModel
+from lightrl.strategy.results import Batches, GroupBatches, LossFn, TrainBatchResult, TrainedModel, WeightFn
 from lightrl.strategy.torch_native import TorchStrategy
 from lightrl.strategy.user_batch import token_logprobs
 
@@ -138,10 +138,12 @@ class MegatronStrategy(TorchStrategy):
 
     # ---- Training ----------------------------------------------------------------------------------------------
 
-    def train_batch(self, data: Sequence[Any] | Mapping[str, Any], *args: Any, **kwargs: Any) -> TrainBatchResult:
+    def train_batch(
+        self, data: Batches, loss_fn: LossFn, loss_weight_fn: WeightFn, *, model: nn.Module | None = None
+    ) -> TrainBatchResult:
         """Takes one optimizer step over micro-batches, as every strategy does; the last stage computes the losses."""
-        self.trained.require_on_device(self.trained.entry(kwargs.get("model")).model)
-        return super().train_batch(data, *args, **kwargs)
+        self.trained.require_on_device(self.trained.entry(model).model)
+        return super().train_batch(data, loss_fn, loss_weight_fn, model=model)
 
     def _add_gradients(
         self, trained: TrainedModel, batches: list[Any], shares: list[float], loss_fn: LossFn, mine: range
@@ -165,7 +167,7 @@ class MegatronStrategy(TorchStrategy):
         return [*batches, *batches[-1:] * missing], total
 
     @torch.no_grad()
-    def forward(self, data: Sequence[Any] | Mapping[str, Any], *, model: nn.Module | None = None) -> Any:
+    def forward(self, data: Batches, *, model: nn.Module | None = None) -> Any:
         """Returns model(mb) for each of this rank's own micro-batches, in order, without gradients."""
         if isinstance(data, Mapping):
             return token_logprobs(self, data, model)
