@@ -38,7 +38,7 @@ from lightrl.strategy.contract import ForeignNames
 from lightrl.strategy.foreign_models import is_actor
 from lightrl.strategy.layout.plain import PlainLayout, innermost
 from lightrl.strategy.optim.accumulation import accumulation_steps
-from lightrl.strategy.optim.optimizers import TrainedModels, build_lr_scheduler
+from lightrl.strategy.optim.optimizers import TrainedModels, build_lr_scheduler, checked_max_norm
 from lightrl.strategy.optim.parameter_kinds import apply_lr_scales
 from lightrl.strategy.optim.value_head import set_up_value_head
 from lightrl.strategy.results import (
@@ -84,12 +84,12 @@ class StrategyBase(ForeignNames, ABC):
         self, seed: int, max_norm: float, micro_train_batch_size: int, train_batch_size: int, args: Any | None = None
     ) -> None:
         self.seed = seed
-        self.max_norm = max_norm
         self.micro_train_batch_size = micro_train_batch_size
         self.train_batch_size = train_batch_size
         self.args = args
         self.options = StrategyOptions.from_args(args)
-        exact = self.options.exact_batches  # then train_batch accepts any sizes
+        exact = self.options.exact_batches  # a run's options, which are checked: then train_batch accepts any sizes
+        self.max_norm = max_norm if exact else checked_max_norm(max_norm)
         self.accumulation_steps = 1 if exact else self._accumulation_steps(comm_module.known_world())
         self.device = torch.device("cpu")
         self.comm = comm_module.found_world()

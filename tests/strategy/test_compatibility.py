@@ -106,6 +106,9 @@ def _(_: Any, __: Path) -> None:
         assert strategy.options.lr == (0.5 if args else type(strategy.options)().lr)
     with pytest.raises(ValueError, match="4"):
         SingleStrategy(1, 0.0, 3, 4)
+    for max_norm in (-1.0, float("nan")):  # a clip by -1 would turn the gradients around
+        with pytest.raises(ValueError, match="max_norm"):
+            SingleStrategy(1, max_norm, 2, 4)
 
 
 @row("five abstract methods")

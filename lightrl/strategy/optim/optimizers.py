@@ -193,6 +193,13 @@ def build_lr_scheduler(optimizer: Optimizer, config: OptimConfig, total_steps: i
 # ---- The norm of the gradients, over plain tensors, DTensors, and both in one model ------------------------------
 
 
+def checked_max_norm(max_norm: float) -> float:
+    """Returns the limit; raises ValueError for one that would turn the gradients around or make them NaN."""
+    if max_norm is not None and not max_norm >= 0:
+        raise ValueError(f"max_norm is {max_norm}: it must be 0 or above. 0 and None do not clip.")
+    return max_norm
+
+
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
     """Scales gradients to a global norm of at most max_norm (0, None: no limit); returns the norm before that."""
