@@ -5,7 +5,8 @@ Storages move in place, so that parameters, optimizers and views stay valid.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -108,6 +109,26 @@ class ModelResidency:
         """Brings the optimizer's states and the average back to the device; returns the bytes loaded."""
         self._offloaded.discard(self.optimizer)
         return self._restore("optimizer states")
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Brings everything to the device inside the context; afterwards, what was in host memory leaves again."""
+        away = {part for part, offloader in self._moved.items() if offloader.is_offloaded}
+        self.load_main_copies()
+        self.load_parameters()
+        self.load_gradients(keep=True)
+        self.load_optimizer()
+        try:
+            yield
+        finally:
+            leave = {
+                MAIN_COPIES: self.offload_main_copies,  # first, since weights take their copies along
+                "parameters": self.offload_parameters,
+                "gradients": self.offload_gradients,
+                "optimizer states": self.offload_optimizer,
+            }
+            for part in [part for part in leave if part in away]:
+                leave[part]()
 
     def _offload(self, part: str, tensors: list[Tensor]) -> int:
         """Offloads storages, except those that an option of the back end keeps in host memory anyway."""

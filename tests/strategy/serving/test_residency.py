@@ -72,6 +72,22 @@ def test_every_call_says_how_many_bytes_moved() -> None:
     strategy.load_param_and_grad()
 
 
+def test_a_checkpoint_of_what_is_offloaded(tmp_path: Path) -> None:
+    strategy, policy = with_engine()
+    train(strategy, policy, 0)
+    weights, size = parameters(strategy, policy), sum(parameter.nbytes for parameter in policy.parameters())
+    buffers = sum(buffer.nbytes for buffer in policy.buffers())
+    strategy.offload_param_and_grad()
+    strategy.save_checkpoint(str(tmp_path))  # only the weights leave again
+    assert (strategy.load_param_and_grad(), strategy.load_optimizer()) == (size + buffers, 0)
+    train(strategy, policy, 1)
+    strategy.offload_param_and_grad(offload_grad=True)
+    strategy.offload_optimizer()
+    strategy.load_checkpoint(str(tmp_path))
+    assert (strategy.load_param_and_grad(load_grad=True), strategy.load_optimizer()) == (size + buffers, 2 * size)
+    same(parameters(strategy, policy), weights)
+
+
 @pytest.mark.parametrize("settings", [{}, {"engine_sleep_level": 2}, {"ema_decay": 0.9}])
 def test_offload_while_generating_changes_no_number(settings: dict[str, Any]) -> None:
     def run(offload: bool) -> tuple[list[Any], dict[str, Tensor], int]:
