@@ -45,6 +45,10 @@ def test_every_epoch_holds_each_prompt_once_whatever_the_batch_size(batch_size: 
     assert epochs[0] != epochs[1]
 
 
+def test_a_single_prompt_is_drawn_again_and_again() -> None:
+    assert PromptSampler(1, 1, seed=3).draw(3) == [0, 0, 0]
+
+
 @pytest.mark.parametrize("steps_before", [0, 1, 4, 5])
 def test_state_resumes_exactly(steps_before: int) -> None:
     sampler = PromptSampler(10, 4, seed=3)

@@ -107,6 +107,12 @@ def test_a_mismatch_that_was_not_measured_is_not_reported(trainer: GRPOTrainer, 
     assert not [name for name in metrics if name.startswith("mismatch/")]
 
 
+def test_further_prompts_of_a_step_take_its_next_positions(trainer: GRPOTrainer) -> None:
+    """Dynamic sampling draws until a batch is full; a position is a sample's key, so none comes twice in a step."""
+    assert [position for position, _ in trainer.prompts.draw(2)] == [0, 1]
+    assert [position for position, _ in trainer.prompts.draw(3, first=2)] == [2, 3, 4]
+
+
 def test_length_shapes_the_reward_and_truncation_hides_the_sample(
     trainer: GRPOTrainer, groups: list[ScoredGroup]
 ) -> None:
