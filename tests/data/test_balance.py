@@ -19,6 +19,8 @@ def test_imbalance_by_hand() -> None:
 def test_an_assignment_within_five_percent_is_kept() -> None:
     # loads 105 and 95, mean 100: exactly 1.05. One token further, 106 and 94, is moved if anything evens it out.
     assert assign_to_ranks([55, 50, 45, 50], [0, 0, 1, 1], 2) == [0, 0, 1, 1]
+    # Nor does anything move at 104 and 96, although rank 1 would have room for the 4.
+    assert assign_to_ranks([100, 4, 96], [0, 0, 1], 2) == [0, 0, 1]
     moved = assign_to_ranks([56, 50, 44, 50], [0, 0, 1, 1], 2)
     assert imbalance([56, 50, 44, 50], moved, 2) == 1.0
 
@@ -30,6 +32,13 @@ def test_overflow_moves_and_the_rest_stays() -> None:
     assert assign_to_ranks([10, 8, 7, 5], [0, 1, 0, 0], 2) == [0, 1, 1, 0]
     # Share 9: rank 0 keeps 5 + 4, rank 1 gets 3 + 3 + 3.
     assert assign_to_ranks([5, 4, 3, 3, 3], [0, 0, 0, 0, 0], 2) == [0, 0, 1, 1, 1]
+
+
+def test_the_given_owners_stay_as_they_are() -> None:
+    """A caller compares them with the result to see whether anything moves."""
+    owners = [0, 0, 1, 1]
+    assert assign_to_ranks([2, 2, 1, 1], owners, 2) != owners  # by both ways of moving samples
+    assert owners == [0, 0, 1, 1]
 
 
 def test_samples_are_dealt_anew_when_moving_the_overflow_is_not_enough() -> None:

@@ -1,7 +1,7 @@
 import torch
 
 from lightrl.data.example_packing import pack_examples, pair_sequences
-from lightrl.records import Answer, Example
+from lightrl.records import Answer, EncodedPrompt, Example, Prompt
 
 
 def answer(*response: int, mask: tuple[bool, ...] | None = None) -> Answer:
@@ -21,6 +21,7 @@ def test_answers_are_packed_with_what_is_trained() -> None:
     assert batch.score_index.tolist() == [1, 2, 3]
     assert batch.loss_mask.tolist() == [True, False, True]
     assert batch.keys == ((4, 0),)
+    assert batch.temperature == pack_examples([]).temperature == 1.0  # nobody sampled the answers
 
 
 def test_the_answers_of_a_pair_are_found_again() -> None:
@@ -46,3 +47,18 @@ def test_no_example_is_a_dummy_without_pairs() -> None:
     assert len(chosen) == len(rejected) == 0
     assert chosen.dtype == torch.int64
     assert not batch.loss_mask.any()
+
+
+def test_the_prompts_of_a_pair_are_encoded_apart() -> None:
+    """Two conversations may differ before the first trained token."""
+
+    def encode(prompt: Prompt) -> EncodedPrompt:
+        places = torch.arange(len(prompt.token_ids))
+        none = torch.zeros(0, dtype=torch.int64)
+        return EncodedPrompt(
+            token_ids=prompt.token_ids, positions=places.expand(3, -1), rope_delta=0, feature_positions=none
+        )
+
+    longer = Answer(prompt_ids=(1, 3, 2), response_ids=(6,), loss_mask=(True,))
+    batch = pack_examples([pair(0, answer(5), longer)], encode=encode)
+    assert batch.input_ids.tolist() == [1, 2, 5, 1, 3, 2, 6]
