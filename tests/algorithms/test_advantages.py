@@ -322,6 +322,14 @@ def test_equal_values_become_exactly_zero(value: float, count: int) -> None:
         assert torch.equal(whiten(values, found, shift_mean=False), values)
 
 
+def test_values_that_differ_by_rounding_alone_become_zero() -> None:
+    # The next float64 after 1e8 is 1.5e-8 above it: a deviation of 7.5e-9, as large as the default eps.
+    values = torch.tensor([1e8, math.nextafter(1e8, 2e8)], dtype=torch.float64)
+    found = moments_of(values, torch.ones(2))
+    assert whiten(values, found).tolist() == [0, 0]
+    assert torch.equal(whiten(values, found, shift_mean=False), values)
+
+
 def test_nothing_counted_is_zero() -> None:
     values = torch.tensor([1.0])
     assert whiten(values, moments_of(values, torch.zeros(1))).tolist() == [0]
