@@ -312,8 +312,7 @@ def _having_baselines(
 
 def _signal_share(scored: ScoredSamples, comm: Comm) -> float:
     """Returns the share of all ranks' samples whose group has unequal rewards."""
-    counts = signal_counts(scored) if len(scored.rewards) else torch.zeros(2, dtype=torch.float64)
-    with_signal, total = comm.all_reduce(counts, "sum").tolist()
+    with_signal, total = comm.all_reduce(signal_counts(scored), "sum").tolist()
     return with_signal / total if total else 0.0
 
 

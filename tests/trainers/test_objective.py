@@ -14,8 +14,9 @@ from lightrl.data.packing import dummy_batch
 from lightrl.metrics import Statistics
 from lightrl.records import Experience, PackedBatch, Prompt, Sample, TokenScores
 from lightrl.rewards import NO_REWARD
+from lightrl.trainers.coefficients import Coefficients
 from lightrl.trainers.loss_terms import Distillation, EntropyBonus, EntropyFraction, KLToReference, OffPolicyCorrection
-from lightrl.trainers.objective import PolicyLoss, PolicyObjective
+from lightrl.trainers.objective import FixedCoefficients, PolicyLoss, PolicyObjective
 
 
 def scored(samples: list[Sample], rewards: list[float]) -> list[Experience]:
@@ -219,7 +220,8 @@ def test_advantages_by_name() -> None:
     # over 8 tokens the mean is (1 + 9 + 4 + 4) / 8 = 2.25 and the variance (1 + 27 + 8 + 8) / 8 - 2.25^2 = 0.4375
     whitened = advantages_of(rewards, advantage="reinforce_plus_plus")
     assert whitened == pytest.approx([(reward - 2.25) / 0.4375**0.5 for reward in rewards], abs=1e-6)
-    assert PolicyObjective(AlgorithmConfig()).advantages([], Comm()) == []  # a rank that has none
+    for name in ("grpo", "gpg", "reinforce_plus_plus"):  # the last two look at all ranks
+        assert PolicyObjective(AlgorithmConfig(advantage=name)).advantages([], Comm()) == []  # a rank that has none
 
 
 def test_the_aggregation_decides_the_mean_and_its_denominator() -> None:
@@ -291,6 +293,26 @@ def test_a_correction_weighs_by_the_trainer_over_the_engine() -> None:
 def test_what_cannot_be_optimised_is_told(algorithm: dict[str, object], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         PolicyObjective(AlgorithmConfig(**algorithm), group_size=3)  # type: ignore[arg-type]
+
+
+def test_a_loss_that_selects_by_advantages_needs_them_before_the_teacher() -> None:
+    algorithm = AlgorithmConfig(loss="kl_cov")
+    PolicyObjective(algorithm, distillation=DistillationConfig(kind="loss"), selects_tokens=True)
+    with pytest.raises(ValueError, match="kl_cov selects tokens by the advantages .* Give --distillation.kind loss"):
+        PolicyObjective(algorithm, distillation=DistillationConfig(kind="advantage"), selects_tokens=True)
+
+
+def test_a_group_is_as_large_as_its_estimator_draws() -> None:
+    two = AlgorithmConfig(advantage="pass_at_k", advantage_args=("k=2",))
+    PolicyObjective(two, group_size=2)
+    with pytest.raises(ValueError, match="draws k=2 of --group_size 1"):
+        PolicyObjective(two, group_size=1)
+
+
+@pytest.mark.parametrize("target", [{"kl_target": 0.1, "kl_coef": 0.2}, {"entropy_target": 0.5}])
+def test_coefficients_with_a_target_follow_it(target: dict[str, float]) -> None:
+    assert isinstance(PolicyLoss(AlgorithmConfig(**target)).coefficients, Coefficients)  # type: ignore[arg-type]
+    assert isinstance(PolicyLoss(AlgorithmConfig(kl_coef=0.2)).coefficients, FixedCoefficients)
 
 
 LOSSES = {

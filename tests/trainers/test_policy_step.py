@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lightrl.comm import Comm
-from lightrl.config import CheckpointConfig, GRPOConfig
+from lightrl.config import AlgorithmConfig, CheckpointConfig, GRPOConfig
 from lightrl.metrics import Statistics
 from lightrl.records import Prompt, Sample
 from lightrl.rewards import NO_REWARD
@@ -14,7 +14,14 @@ from lightrl.rewards.reward_set import RewardSet
 from lightrl.strategy.results import TrainBatchResult
 from lightrl.trainers.fit import Shown
 from lightrl.trainers.grpo import GRPOTrainer
-from lightrl.trainers.policy_step import describe_batches, describe_rollout, describe_update, shown_of
+from lightrl.trainers.objective import PolicyLoss
+from lightrl.trainers.policy_step import (
+    describe_batches,
+    describe_rollout,
+    describe_update,
+    shown_of,
+    step_metrics,
+)
 
 
 def test_the_batch_arithmetic_is_written_out() -> None:
@@ -114,3 +121,16 @@ def test_the_numbers_of_updates_by_hand(prefix: str) -> None:
         f"{prefix}lr": 0.1,
         **loss_of_policy,
     }
+
+
+def test_a_step_moves_the_coefficients_of_the_next_one() -> None:
+    objective = PolicyLoss(AlgorithmConfig(kl_coef=0.2, kl_target=0.1, kl_horizon=1000))
+    statistics = Statistics()
+    statistics.mean("kl", 0.22, 2)
+    statistics.mean("entropy", 1.0, 1)
+    metrics = step_metrics(objective, statistics, Comm(), num_samples=100)
+    assert metrics == {"kl": 0.11, "entropy": 1.0, "kl_coef": 0.2, "entropy_coef": 0.0}  # those of this step
+    # e = 0.11 / 0.1 - 1 = 0.1; 0.2 (1 + 0.1 x 100 / 1000) = 0.202
+    assert objective.coefficients.kl == pytest.approx(0.202, abs=1e-9)
+    step_metrics(objective, statistics, Comm(), num_samples=100)  # the policy was not updated
+    assert objective.coefficients.kl == pytest.approx(0.202, abs=1e-9)
