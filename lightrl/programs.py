@@ -48,14 +48,14 @@ TRAINERS = {
 COMMANDS: dict[str, Run | Command] = {
     "train": Command(f"Train: lightrl train {'|'.join(TRAINERS)} [OPTIONS].", "lightrl.programs:train"),
     "plan": Command(
-        f"Say what a run needs before it starts: lightrl plan {'|'.join(TRAINERS)}.", "lightrl.programs:plan"
+        f"Say how much memory a run needs before it starts: lightrl plan {'|'.join(TRAINERS)}.", "lightrl.programs:plan"
     ),
     "evaluate": Run("Evaluate a model on its responses.", EvaluateConfig, "lightrl.trainers.evaluation:Evaluator"),
     "lm-eval": Command(
         "Evaluate a Hugging Face folder by tasks of lm-evaluation-harness.", "lightrl.trainers.harness_run:main"
     ),
     "replay": Command(
-        "Repeat a recorded asynchronous run, or a step of any.",
+        "Repeat a recorded asynchronous run, or one step of any run.",
         "lightrl.trainers.recorded_run:replay",
     ),
     "hash": Command("Recompute the hashes of a run's saved weights.", "lightrl.trainers.hash_run:main"),
@@ -121,6 +121,6 @@ def _start(program: Run | Command, arguments: Sequence[str], name: str) -> int:
 def _list_of(known: Mapping[str, Run | Command], program: str) -> str:
     lines = [f"usage: {program} NAME [ARGUMENTS]", ""]
     lines += [f"  {name:12}{kind.summary}" for name, kind in known.items()]
-    lines += ["", f"{program} NAME --help explains one."]
+    lines += ["", f"{program} NAME --help explains a command."]
     lines += ["On several ranks: torchrun --nproc_per_node N -m lightrl.train NAME [OPTIONS]."]
     return "\n".join(lines)

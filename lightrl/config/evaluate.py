@@ -24,7 +24,7 @@ OF_STEPS = (  # options that change how a trainer's steps come about, by their f
 @dataclass(kw_only=True, slots=True)
 @without(CriticTrainingConfig)
 class EvaluateConfig(RolloutConfig):
-    """Evaluate a language model on sampled responses. Options of training do nothing."""
+    """Evaluate a language model on sampled responses. Options that only training uses do nothing or are refused."""
 
     micro_batch_size: int = option(1, at_least=1, resume="free")
     """Does nothing in an evaluation."""

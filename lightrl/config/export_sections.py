@@ -13,7 +13,7 @@ _NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
 
 @dataclass(kw_only=True, slots=True)
 class ExportConfig:
-    """When the model is written for its users, besides final/ at the end."""
+    """When the model is exported during a run; final/ at the end is always written."""
 
     every: int = option(0, at_least=0)
     """Steps between two exports, Hugging Face folders exports/step-N in the run's folder with a model card. 0: none."""

@@ -9,7 +9,7 @@ from lightrl.config.options import option
 
 @dataclass(kw_only=True, slots=True)
 class HealthConfig:
-    """When a run stops because its steps are bad."""
+    """When a run stops because of bad steps."""
 
     max_bad_steps: int = option(0, at_least=0)
     """Stop after this many bad steps in a row. A step is bad if an update was skipped, a metric is not finite, or a
@@ -18,7 +18,7 @@ class HealthConfig:
 
 @dataclass(kw_only=True, slots=True)
 class RolloutHealthConfig(HealthConfig):
-    """When the steps of a run that samples responses are bad."""
+    """When a step counts as bad, and when a run stops because of bad steps."""
 
     min_entropy: float = option(0.001, at_least=0)
     """A step is bad if the mean entropy of the policy at its response tokens is below this, in nats."""

@@ -40,12 +40,12 @@ def short_help(config_class: type[Any], program: str) -> str:
         for option in _described(config_class)
         if "." not in option.flag
     ]
-    lines += ["", "sections, each with the number of its options:"]
-    lines += [
+    sections = [
         _row(f"--{name}.* ({sum(1 for _ in _described(kind))})", (inspect.getdoc(kind) or "").partition("\n")[0])
         for name, kind in _sections(config_class)
     ]
-    lines += ["", _closing(program)]
+    lines += ["", "sections, each with the number of its options:", *sections] if sections else []
+    lines += ["", _closing(program, has_sections=bool(sections))]
     return "\n".join(lines)
 
 
@@ -70,10 +70,12 @@ def _usage(config_class: type[Any], program: str) -> str:
     return f"usage: {program} [OPTIONS]\n\n{inspect.getdoc(config_class)}"
 
 
-def _closing(program: str) -> str:
+def _closing(program: str, *, has_sections: bool) -> str:
+    of_sections = "SECTION explains the options of a section, --help "
+    explained = f"{of_sections}WORD those" if has_sections else "WORD explains the options"
     return (
-        f"{program} --help SECTION explains the options of a section, --help WORD those with WORD in their names, and\n"
-        "--help-all every option. --config FILE reads options from YAML; a flag wins over the file."
+        f"{program} --help {explained} with WORD in their names, and\n"
+        "--help-all every option. --config FILE reads options from YAML; a flag overrides the file."
     )
 
 

@@ -117,8 +117,7 @@ class RecordConfig:
     record_only: bool = False
     """Sample and score without learning: the weights stay those of the start."""
     from_: str = ""
-    """Folder that --rollout.record wrote, to learn from its groups; given as --rollout.from. The run has no engine and
-    does not evaluate."""
+    """Folder that --rollout.record wrote, to learn from its groups. The run has no engine and does not evaluate."""
 
     @property
     def is_recorded(self) -> bool:
@@ -143,12 +142,13 @@ class RecordConfig:
 
 @dataclass(kw_only=True, slots=True)
 class WorkflowConfig(RecordConfig, ScheduleConfig):
-    """How a sample is made, where it is more than one response to its prompt, when, and where it is kept."""
+    """How samples are made by workflows, when they are made and trained, and where they are recorded."""
 
     workflow: str = ""
-    """What makes a sample: environment; tools; agent, a program of yours that calls an OpenAI endpoint; verifiers, an
-    environment of that package; serve, programs outside the run; or your own subclass of lightrl.Workflow as
-    package.module:Class. Empty: one response to the prompt."""
+    """What makes a sample: environment; tools; multi_turn, which replies to wrong answers; remax, which subtracts the
+    reward of a greedy response; agent, a program of yours that calls an OpenAI endpoint; verifiers, an environment of
+    that package; serve, programs outside the run; or your own subclass of lightrl.Workflow as package.module:Class.
+    Empty: one response to the prompt."""
     workflow_args: tuple[str, ...] = ()
     """Arguments of the workflow as name=value, such as environment=my_module:MyEnvironment, or tools=[my_module:add,
     my_module:search]."""
@@ -219,7 +219,8 @@ class EvalConfig(EvalScheduleConfig):
     n: int = option(1, at_least=1)
     """Number of samples of each prompt."""
     k: tuple[int, ...] = option((), at_least=1)
-    """Report pass@k for these k: the chance that k samples of a prompt hold a right one, estimated from all n."""
+    """Report pass@k for these k: the probability that at least one of k samples of a prompt is right, estimated from
+    all n."""
     source_field: str = ""
     """Field of a line that names the source of its prompt, such as source; the metrics are then also reported for each
     source."""
@@ -244,8 +245,8 @@ class RewardConfig:
 
     reward: tuple[str, ...] = ("exact_match",)
     """One or several rewards, which are summed, each as name or name=weight: exact_match, contains, last_number, math,
-    format, length, code, reward_model, judge, episode (docs/rewards.md), or your own as package.module:function or
-    path/to/file.py:function."""
+    format, length, code, reward_model, judge, reasoning_gym, episode (docs/rewards.md), or your own as
+    package.module:function or path/to/file.py:function."""
     reward_args: tuple[str, ...] = ()
     """Parameters of rewards as reward.parameter=value, such as length.target=200."""
     reward_model: str = ""

@@ -53,7 +53,8 @@ class BasicConfig:
     package.module:MyStrategy.
     auto: single in one process, else fsdp."""
     train_data: str = BUILTIN_MODEL
-    """A .jsonl or .parquet file, hf:NAME[:SPLIT] or a data set's folder, or builtin:addition."""
+    """Training data: a .jsonl, .json or .parquet file, a pattern such as 'part-*.jsonl', hf:NAME[:SPLIT], a data set's
+    folder, reasoning_gym:TASK, or builtin:addition. A sum such as 'a.jsonl + b.jsonl*2' mixes several."""
     eval_data: str = option("", resume="free")
     """Data for evaluation, in the form of train_data. Empty: the held-out part of builtin:addition if that is the
     training data, else none."""
@@ -63,7 +64,7 @@ class BasicConfig:
     """Folder of the run. Empty: a new folder under runs/."""
     resume: str = option("auto", resume="free")
     """auto: continue from the newest complete checkpoint, if any. never: fail if the folder already holds a run. PATH:
-    branch off this checkpoint or run; one that has checkpoints of its own continues these."""
+    start from this checkpoint, or from the newest of this run; later, continue from the new run's own checkpoints."""
     micro_batch_size: int = option(0, at_least=0, wanted="it must be 0 (by tokens) or above", resume="free")
     """Samples (or pairs of answers) per forward and backward on a rank. 0: as many as max_tokens_per_microbatch allows.
     It changes memory and speed, never the result."""
@@ -73,10 +74,10 @@ class BasicConfig:
 
 @dataclass(kw_only=True, slots=True)
 class LoraConfig:
-    """Training of low-rank adapters in place of the weights."""
+    """Training of low-rank adapters instead of the weights."""
 
     rank: int = option(0, at_least=0)
-    """Rank of the adapters that are trained in place of the weights (LoRA). 0: train the weights."""
+    """Rank of the adapters that are trained instead of the weights (LoRA). 0: train the weights."""
     alpha: float = option(0.0, at_least=0)
     """Scale of the adapters: their output is multiplied by alpha / rank. 0: alpha is 2 * rank."""
     use_rslora: bool = False
@@ -86,7 +87,8 @@ class LoraConfig:
     path: str = ""
     """Adapter to start from, a folder that peft wrote. Rank, alpha and the rest come from it."""
     engine: Literal["auto", "merged", "unmerged"] = "auto"
-    """How the engine applies adapters: merged into its weights or beside them. auto: beside with --dtype bfloat16."""
+    """How the engine applies adapters: merged into its weights, or unmerged, beside them. auto: unmerged with --dtype
+    bfloat16 and --engine native or vllm, if no other option needs merged weights; otherwise merged."""
     others: tuple[str, ...] = ()
     """Further adapters that the engine applies where a request asks for them, as NAME=FOLDER, such as
     opponent=runs/old/final/adapter. Each folder is one that peft wrote. They are not trained. Needs --lora.engine
@@ -405,8 +407,8 @@ class SFTConfig(OfflineConfig):
     """Train a language model on responses."""
 
     train_data: str = "builtin:addition-answers"
-    """A .jsonl or .parquet file, hf:NAME[:SPLIT] or a data set's folder, or builtin:addition-answers. A line has a
-    prompt and a response, or messages."""
+    """Training data: a .jsonl, .json or .parquet file, a pattern such as 'part-*.jsonl', hf:NAME[:SPLIT], a data set's
+    folder, or builtin:addition-answers. A line has a prompt and a response, or messages."""
     data: ResponseDataConfig = section(ResponseDataConfig)
 
 
@@ -415,8 +417,8 @@ class PairConfig(OfflineConfig):
     """What a trainer needs that learns from pairs of answers."""
 
     train_data: str = "builtin:addition-pairs"
-    """A .jsonl or .parquet file, hf:NAME[:SPLIT] or a data set's folder, or builtin:addition-pairs. A line has a
-    prompt, a chosen and a rejected answer, or two conversations."""
+    """Training data: a .jsonl, .json or .parquet file, a pattern such as 'part-*.jsonl', hf:NAME[:SPLIT], a data set's
+    folder, or builtin:addition-pairs. A line has a prompt, a chosen and a rejected answer, or two conversations."""
     data: PairDataConfig = section(PairDataConfig)
 
 

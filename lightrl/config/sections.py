@@ -27,16 +27,16 @@ class AlgorithmConfig:
     dppo_kl, or your own as package.module:function."""
     clip_low: float | None = None
     """How far below 1 the ratio may fall before the loss clips it (a token's ratio; a response's for gspo). None: the
-    loss's own bound, which is 0.2 for ppo_clip, cpgd and clip_cov, 0.4 for gmpo, 1 for cispo, 3e-4 for gspo. A loss
-    that does not clip refuses the option."""
+    loss's own bound, which is 0.2 for ppo_clip, cpgd and clip_cov, 0.4 for gmpo (of the log ratio), 1 for cispo, 3e-4
+    for gspo and gspo_token. A loss that does not clip refuses the option."""
     clip_high: float | None = None
     """How far above 1 the ratio may rise before the loss clips it. None: the loss's own bound, which is 0.2 for
-    ppo_clip, cpgd and clip_cov, 0.4 for gmpo, 4 for cispo, 4e-4 for gspo."""
+    ppo_clip, cpgd and clip_cov, 0.4 for gmpo (of the log ratio), 4 for cispo, 4e-4 for gspo and gspo_token."""
     loss_args: tuple[str, ...] = ()
     """Further parameters of the loss as name=value, such as dual_clip=3 of ppo_clip."""
     selection_args: tuple[str, ...] = ()
-    """Parameters of the choice of tokens, over the whole update, that clip_cov (fraction=2e-4 low=1 high=5) and kl_cov
-    (fraction=2e-3) treat differently."""
+    """Parameters of the choice of tokens that clip_cov (fraction=2e-4 low=1 high=5) and kl_cov (fraction=2e-3) treat
+    differently. Tokens are chosen from the whole update."""
     entropy_fraction: float = option(
         1.0, above=0, at_most=1, wanted="it is a share of the tokens, more than 0 and at most 1"
     )
@@ -74,11 +74,11 @@ class AlgorithmConfig:
     """Source of the ratio's denominator. recompute: the trainer's own forward before the update. engine: the logprobs
     that the engine reported."""
     proximal: Literal["auto", "recompute", "interpolate", "sampler"] = "auto"
-    """Policy that the clip compares with. recompute: the one before the update. interpolate: a mean of the one that
-    sampled and the one that is updated, by a token's age, without a forward. Both weigh each token by the proximal
-    policy over the one that sampled (decoupled PPO): --algorithm.correction says how, tis if it is none. sampler: the
-    one that sampled. auto: recompute where --rollout... lets samples be older than the weights; elsewhere the one
-    before the update, and for a surplus group of older weights the one that sampled it."""
+    """Policy that the clip compares with. recompute: the policy before the update. interpolate: a mean of the policy
+    that sampled and the one that is updated, by a token's age, which needs no forward. With both, a token is weighted
+    by the ratio of that policy to the one that sampled (decoupled PPO), with --algorithm.correction, or tis if that is
+    none. sampler: the policy that sampled. auto: recompute if an option of --rollout lets samples be older than the
+    weights; otherwise the policy before the update, or the policy that sampled for a surplus group of older weights."""
 
     @property
     def is_decoupled(self) -> bool:
@@ -356,7 +356,7 @@ class MarginPairDataConfig(PairDataConfig):
 
 @dataclass(kw_only=True, slots=True)
 class JudgeConfig:
-    """The language model behind the reward judge."""
+    """The language model of the reward `judge`."""
 
     url: str = ""
     """Base URL of the judge's OpenAI-compatible interface, such as http://127.0.0.1:8000/v1."""
@@ -384,7 +384,7 @@ class JudgeConfig:
 
 @dataclass(kw_only=True, slots=True)
 class CodeConfig:
-    """How the reward code runs the programs of responses."""
+    """How the reward `code` runs the programs in responses."""
 
     unsafe: bool = option(False, resume="free")
     """Run programs even where the system allows no sandbox, as your own user. Without this, such a run is refused.
@@ -417,5 +417,5 @@ class SharingConfig:
 
     share_prompts: Literal["auto", True, False] = option("auto", resume="free", check=check_sharing)
     """Compute the common beginning of samples, such as the prompt of a group, once per micro-batch. It saves time and
-    memory, and changes results by rounding alone (docs/shared_prompts.md). auto: on a CPU in float32, where options and
-    models allow it. True also puts groups into micro-batches together, or says why it cannot."""
+    memory, and changes results only by rounding (docs/shared_prompts.md). auto: on a CPU in float32, where options and
+    models allow it. True: always, or stop with the reason; it also keeps groups together in micro-batches."""

@@ -138,7 +138,7 @@ class DeepSpeedConfig:
 
 @dataclass(kw_only=True, slots=True)
 class MegatronConfig:
-    """Options of --strategy megatron, beside --tp_size."""
+    """Options of --strategy megatron, in addition to --tp_size."""
 
     pp_size: int = option(1, at_least=1)
     """Number of pipeline stages, each with an equal part of the layers."""
@@ -171,7 +171,7 @@ class NativeEngineConfig:
     the same as without guesses; texts that repeat themselves take fewer steps where few samples run. 0: no guesses."""
     share_weights: bool = False
     """Let the engine read the trainer's own weights: they are in memory once, and a weight sync copies nothing.
-    Strategies single and ddp, in float32."""
+    Strategies single and ddp in float32, without LoRA."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -224,8 +224,8 @@ class CheckpointConfig:
     asynchronous: bool = False
     """Go on training while a checkpoint is written, from a copy of each rank's part of the state in host memory."""
     on_disk_error: Literal["stop", "continue"] = "stop"
-    """What a run does when the disk takes no checkpoint, metrics or samples. stop: end with code 1. continue: warn and
-    train on; the next one is tried when it is due. The final model must be written in either case."""
+    """What a run does when a checkpoint, metrics or samples cannot be written to disk. stop: end with code 1. continue:
+    warn and train on; the next checkpoint is tried when it is due. The final model must be written in either case."""
 
 
 # ---- What a run's config and StrategyOptions inherit -------------------------------------------------------------

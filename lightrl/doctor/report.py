@@ -28,7 +28,7 @@ _SIGNS = {"ok": "ok  ", "warning": "WARN", "fail": "FAIL"}
 class DoctorConfig:
     """Check this machine, or under torchrun all ranks together, before a run.
 
-    The exit code is 0 if nothing failed, whatever was warned of, else 1.
+    The exit code is 1 if a check failed, else 0. Warnings do not change it.
     """
 
     output_dir: str = ""

@@ -45,10 +45,10 @@ _RESPONSE = 512  # assumed tokens of an example, as data is not read
 
 @dataclass(kw_only=True)
 class PlanConfig:
-    """Say what a run needs before it starts: lightrl plan grpo|ppo|sft|rm|dpo [OPTIONS OF THE TRAINER] [THESE].
+    """Say how much memory a run needs and whether it fits, from the options of its trainer and those below.
 
-    Nothing but the model's config.json is read, and adapter_config.json of --lora.others. The exit code is 0 if the run
-    fits, else 1.
+    Only the model's config.json is read, and adapter_config.json of --lora.others. The exit code is 0 if the run fits,
+    else 1.
     """
 
     ranks: int = option(0, at_least=0)

@@ -46,8 +46,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run; several are compared")
     parser.add_argument("--output", metavar="FILE", help="file to write (default: report.html in the first run)")
-    parser.add_argument("--watch", action="store_true", help="show a run in the terminal while it goes on")
-    parser.add_argument("--seconds", type=float, default=2.0, help="time between two looks of --watch (default: 2)")
+    parser.add_argument("--watch", action="store_true", help="show a run in the terminal during the run")
+    parser.add_argument("--seconds", type=float, default=2.0, help="seconds between updates of --watch (default: 2)")
     return parser
 
 

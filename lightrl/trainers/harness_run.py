@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tasks", required=True, metavar="NAME,NAME", help="tasks or groups of the harness, or yours")
     parser.add_argument("--include_path", metavar="DIR", help="folder with tasks of your own (YAML); their code is run")
     parser.add_argument("--num_fewshot", type=_count, help="examples before each question (default: the task's)")
-    parser.add_argument("--limit", type=_count, help="evaluate only so many questions of each task")
+    parser.add_argument("--limit", type=_count, help="number of questions per task (default: all)")
     parser.add_argument("--batch_size", default="1", help="questions at a time, or auto (default: 1)")
     parser.add_argument("--device", help="cuda, cuda:1 or cpu (default: a GPU if there is one)")
     parser.add_argument("--chat", action="store_true", help="put each question into the model's chat template")

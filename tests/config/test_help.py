@@ -1,5 +1,6 @@
 """The three texts of --help: short, about a topic, whole."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -7,6 +8,8 @@ import pytest
 
 from lightrl.config import GRPOConfig, option, parse_config, section
 from lightrl.config.help import help_on, short_help, whole_help
+from lightrl.rewards.reward_set import BUILTIN_REWARDS
+from lightrl.rollout.workflow import BUILTIN_WORKFLOWS
 
 
 @dataclass(kw_only=True)
@@ -65,8 +68,24 @@ def test_the_short_help_has_a_line_for_each_option_and_each_section() -> None:
         "  --inner.* (2)                         How it is shared.",
         "",
         "run.py --help SECTION explains the options of a section, --help WORD those with WORD in their names, and",
-        "--help-all every option. --config FILE reads options from YAML; a flag wins over the file.",
+        "--help-all every option. --config FILE reads options from YAML; a flag overrides the file.",
     ]
+
+
+def test_the_short_help_without_sections_names_none() -> None:
+    assert short_help(Inner, "run.py").splitlines()[-5:] == [
+        "  --share 0.5                           A share.",
+        "  --from ''                             Where it comes from.",
+        "",
+        "run.py --help WORD explains the options with WORD in their names, and",
+        "--help-all every option. --config FILE reads options from YAML; a flag overrides the file.",
+    ]
+
+
+@pytest.mark.parametrize(("flag", "names"), [("reward", BUILTIN_REWARDS), ("rollout.workflow", BUILTIN_WORKFLOWS)])
+def test_the_help_names_every_built_in(flag: str, names: dict[str, str]) -> None:
+    words = set(re.findall(r"\w+", help_on(GRPOConfig, flag).partition("\n--")[0]))
+    assert sorted(set(names) - words) == []
 
 
 def test_a_topic_is_a_section_or_an_option_or_a_part_of_names() -> None:
