@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Starts the ranks of this node in a run over several nodes. Run the same command on every node:
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 bash scripts/launch_node.sh --strategy fsdp
-# with NODE_RANK 0, 1, ... and the address of node 0. Under Slurm, srun provides these four variables:
+# with NODE_RANK 0, 1, ... and the address of node 0. Under Slurm, the script derives these four from srun's variables:
 #   srun --nodes 2 --ntasks-per-node 1 bash scripts/launch_node.sh --strategy fsdp
 # Arguments: a script and its options, or only options, which then go to scripts/train_grpo.py; or --check and options of
 # `lightrl doctor`, which checks all nodes together before a run.
