@@ -55,6 +55,13 @@ def known_arguments() -> set[str]:
     return {item.name for item in dataclasses.fields(EngineArgs)}
 
 
+def fits_context() -> bool:
+    """Returns whether vLLM takes -1 as the model's context, or as much of it as the KV cache can hold (0.13)."""
+    from vllm.v1.core import kv_cache_utils
+
+    return hasattr(kv_cache_utils, "_auto_fit_max_model_len")
+
+
 def llm_arguments(
     options: StrategyOptions,
     *,
@@ -85,6 +92,8 @@ def llm_arguments(
         arguments["mm_processor_cache_gb"] = 0  # a prompt is processed once for all of its samples anyway
     # A step that is scheduled ahead would run with other weights than its tokens' version says.
     arguments["async_scheduling"] = False
+    if fits_context():
+        arguments["max_model_len"] = -1  # a long context would need more memory than many runs give the engine
     if device.type == "cuda":
         arguments |= {
             "enable_sleep_mode": options.engine_sleep_level > 0,
@@ -95,7 +104,6 @@ def llm_arguments(
             "enforce_eager": True,
             "kv_cache_memory_bytes": _CPU_KV_BYTES,
             "max_num_seqs": _CPU_NUM_SEQS,
-            "max_model_len": -1,  # the model's length, or what the KV cache can hold
         }
     arguments |= user_arguments(options, known)
     return {name: value for name, value in arguments.items() if name in known}
