@@ -7,7 +7,7 @@ import logging
 import math
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, ClassVar
@@ -29,6 +29,7 @@ from lightrl.engines.base import (
     as_prompt,
     skeleton,
 )
+from lightrl.engines.colocated import clear_caches
 from lightrl.engines.vllm import host
 from lightrl.engines.vllm.delivery import Delivery
 from lightrl.engines.weights.account import WeightAccount, named_shapes, raise_problems
@@ -97,6 +98,8 @@ class VLLMEngine(InferenceEngine):
         had_group = found_world().is_distributed
         self._llm: Any = LLM(**arguments)
         host.spare_process_group(self._llm)
+        if arguments.get("enable_sleep_mode"):
+            host.keep_unnamed_tensors(self._llm)
         VLLMEngine._num_open += 1
         VLLMEngine._made_default_group |= not had_group
         self._engine: Any = self._llm.llm_engine
@@ -380,8 +383,12 @@ class VLLMEngine(InferenceEngine):
         self._is_closed = True
         self._drop(list(self._samples.values()))
         self._rendered.clear()
+        if self._asleep and self._device.type == "cuda":
+            with suppress(RuntimeError):  # no memory for it
+                self._llm.wake_up()  # vLLM's allocator cannot free what has no memory, nor serve another engine then
         host.shut_down(self._llm)
         del self._llm, self._engine
+        clear_caches()
         VLLMEngine._num_open -= 1
         if not VLLMEngine._num_open:
             host.leave_groups(made_default_group=VLLMEngine._made_default_group)

@@ -11,9 +11,11 @@ import inspect
 import logging
 import os
 import random
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from lightrl.comm import Comm
 
 _MADV_DONTNEED = 4
 _OWN_VARIABLES = "VLLM_"  # vLLM also reads these later
+_kept_allocators: list[Any] = []  # of GPU memory; see keep_allocators()
 
 
 @contextmanager
@@ -77,6 +80,8 @@ def set_defaults(device: torch.device) -> None:
     """Silences vLLM and turns off its usage reports, before it is imported; the user's settings stay."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING" if device.type == "cuda" else "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    # vLLM sets it for the whole process, which trains with it too.
+    os.environ.setdefault("VLLM_FLOAT32_MATMUL_PRECISION", torch.get_float32_matmul_precision())
     theirs = logging.getLogger("vllm")  # set up now, since messages during the import would get through
     if theirs.level == logging.NOTSET:
         theirs.setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
@@ -268,6 +273,46 @@ def repack_experts(model: nn.Module) -> None:
             parameter.data.copy_(cpu_prepack_moe_weight(parameter.data, isa).view_as(parameter))
 
 
+# ---- On a GPU
+
+
+def keep_unnamed_tensors(llm: Any) -> None:
+    """Makes sleep level 2 keep what no load brings back: tensors that are no parameters and no buffers.
+
+    At level 2 vLLM discards all memory that it took while it made the model, and restores buffers only. Constants, the
+    inputs of CUDA graphs and slots for adapters would come back with anything in them. This can go when vLLM keeps them
+    (0.32: not yet): https://github.com/vllm-project/vllm/issues/53343
+    """
+    from vllm import device_allocator
+
+    if not hasattr(device_allocator, "DEFERRABLE_TAGS"):  # an older vLLM never wakes memory with any other tag
+        return
+    allocator: Any = device_allocator.get_mem_allocator_instance()
+    (named,) = llm.apply_model(_named_addresses)
+    for pool, _ in allocator.allocator_and_pools.get("weights", ()):
+        for segment in pool.snapshot():
+            used = {block["address"] for block in segment["blocks"] if block["state"] == "active_allocated"}
+            data = allocator.pointer_to_data.get(segment["address"])
+            if data is not None and not used <= named:
+                data.tag = "runtime"  # moved to host memory and back at every level
+
+
+def _named_addresses(model: nn.Module) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in chain(model.parameters(), model.buffers())}
+
+
+def keep_allocators() -> None:
+    """Keeps vLLM's allocators for as long as the process: freeing a tensor later through a dropped one would crash.
+
+    vLLM drops them with its pools, but a few tensors live until its engine is collected. This can go when it waits for
+    these (0.32: not yet): https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/device_allocator/cumem.py
+    """
+    owner = getattr(sys.modules.get("vllm.device_allocator.cumem"), "CuMemAllocator", None)
+    pools: dict[str, Any] = getattr(getattr(owner, "instance", None), "allocator_and_pools", {})
+    for made in pools.values():
+        _kept_allocators.extend(allocator for _, allocator in (made if isinstance(made, list) else [made]))
+
+
 # ---- The end
 
 
@@ -283,12 +328,12 @@ def spare_process_group(llm: Any) -> None:
 
 def shut_down(llm: Any) -> None:
     """Ends the engine's worker like vLLM's own shutdown, but does not touch the process groups."""
+    keep_allocators()
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)
     for part in (getattr(core, "scheduler", None), llm.llm_engine.model_executor):
         if part is not None:
             part.shutdown()
     gc.unfreeze()
-    gc.collect()
 
 
 def leave_groups(*, made_default_group: bool) -> None:

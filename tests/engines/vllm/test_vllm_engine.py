@@ -191,11 +191,12 @@ def test_two_parameters_of_one_shape_that_change_places_are_both_named(ready) ->
         del model.load_weights
 
 
-def test_the_way_that_weights_come_to_experts_on_a_gpu(folders) -> None:
-    """A reload of the whole model, here of one without experts: on a CPU vLLM would not pack those again."""
-    source = load_tiny_model("untied", folders("untied"))
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
+def test_the_way_that_weights_come_to_experts_on_a_gpu(family, folders) -> None:
+    """A reload of the whole model. On a CPU vLLM does not pack experts again, so the adapter does, as for any load."""
+    source = load_tiny_model(family, folders(family))
     engine = build(source)
-    assert not reloads_experts(engine.engine._llm)
+    assert reloads_experts(engine.engine._llm) == (family == "experts")
     engine.engine._packs_experts = True
     for version in range(3):
         engine.update_weights(source.named_parameters(), version)
@@ -337,6 +338,7 @@ def process_state():
         "frozen objects": gc.get_freeze_count(),
         "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
         "group": torch.distributed.is_initialized(),
+        "matmul precision": torch.get_float32_matmul_precision(),
         "gradients": torch.is_grad_enabled(),
     }
 

@@ -10,7 +10,12 @@ import pytest
 import torch
 
 from lightrl.comm import Comm
-from lightrl.engines.vllm.host import discard_pages, glob_escaped, process_state_kept, set_defaults
+from lightrl.engines.vllm.host import (
+    discard_pages,
+    glob_escaped,
+    process_state_kept,
+    set_defaults,
+)
 
 CPU = torch.device("cpu")
 
@@ -73,6 +78,9 @@ def test_a_name_is_matched_as_it_is() -> None:
 def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     monkeypatch.delenv("VLLM_NO_USAGE_STATS", raising=False)
+    monkeypatch.delenv("VLLM_FLOAT32_MATMUL_PRECISION", raising=False)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
     set_defaults(CPU)
+    assert os.environ["VLLM_FLOAT32_MATMUL_PRECISION"] == "high"  # which vLLM would reset for the trainer, too
     assert os.environ["VLLM_LOGGING_LEVEL"] == "INFO"
     assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
