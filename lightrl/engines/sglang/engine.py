@@ -51,6 +51,7 @@ T = TypeVar("T")
 
 _MOST_CUT_TOKENS = 4096  # default of SGLang's sampling_mask_max_tokens
 _IDLE_TIMEOUT_S = 60.0
+_TAGS: dict[EnginePart, tuple[str, ...]] = {"kv_cache": ("cuda_graph", "kv_cache"), "weights": ("weights",)}
 _KNOWN_ERRORS = {kind.__name__: kind for kind in (ValueError, TypeError, WeightSyncError, MemoryError)}
 
 
@@ -112,6 +113,7 @@ class SGLangEngine(InferenceEngine):
         self._left: dict[int, int] = {}  # unfinished samples of each request, on every rank
         self._next_request_id = 0
         self._released: set[str] = set()  # tags of released memory
+        self._freed: dict[EnginePart, int] = {}  # bytes of this rank's device that the release of a part freed
         self._process: SGLangProcess | None = None
         self._samples: SampleTasks | None = None
         self._folders: list[Path] = []
@@ -119,6 +121,7 @@ class SGLangEngine(InferenceEngine):
         context = getattr(text_config, "max_position_embeddings", None)
         self._reports = self._new_folder()
         try:
+            self._make_room("weights")  # SGLang takes a share of what is free
             self._traits = self._together(lambda: self._start(source, context))
             self._media = self._media_of(self._traits.model_path)
         except Exception:
@@ -363,13 +366,19 @@ class SGLangEngine(InferenceEngine):
                 f"sleep() with {len(self._left)} requests unfinished: step() until has_unfinished() is False, or "
                 "abort(), first."
             )
-        tags = {"kv_cache", "cuda_graph"} | ({"weights"} if level == 2 or self._has_backup else set())
-        new = sorted(tags - self._released)
+        parts: list[EnginePart] = ["kv_cache", "weights"] if level == 2 or self._has_backup else ["kv_cache"]
+        return sum(self._group.gather(sum(map(self._release_part, parts))))
+
+    def _release_part(self, part: EnginePart) -> int:
+        """Releases a part unless it sleeps; returns the bytes that this rank's device got back."""
+        tags = [tag for tag in _TAGS[part] if tag not in self._released]
+        if not tags:
+            return 0
         before = self._free_bytes()
-        if new:
-            self._together(lambda: self._release(new))
-        self._released |= tags
-        return sum(self._group.gather(max(0, self._free_bytes() - before)))
+        self._together(lambda: self._release(tags))
+        self._released.update(tags)
+        self._freed[part] = max(0, self._free_bytes() - before)
+        return self._freed[part]
 
     @property
     def _has_backup(self) -> bool:
@@ -394,10 +403,23 @@ class SGLangEngine(InferenceEngine):
     def wake(self, part: EnginePart) -> None:
         """Resumes what is asleep of the part and nothing else, which would end SGLang's scheduler."""
         self._require_open("wake")
-        tags = sorted(self._released & ({"weights"} if part == "weights" else {"kv_cache", "cuda_graph"}))
+        tags = sorted(self._released.intersection(_TAGS[part]))
         if tags:
+            self._make_room(part)
             self._together(lambda: self._resume(tags))
             self._released -= set(tags)
+
+    def _make_room(self, part: EnginePart) -> None:
+        """Gives back what the ranks have cached; raises OutOfMemoryError on every rank if the part still does not fit.
+
+        SGLang's processes cannot use what others have cached, and end if a part that they resume does not fit.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()
+        missing = max(self._group.gather(self._freed.get(part, 0) - self._free_bytes()))
+        if missing > 0:
+            raise torch.OutOfMemoryError(f"{missing / 2**30:.2f} GiB more would have to be free on a device")
 
     def _resume(self, tags: list[str]) -> None:
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
