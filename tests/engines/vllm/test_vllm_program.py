@@ -65,6 +65,14 @@ def test_experts_that_two_ranks_share_and_a_killed_job_that_leaves_no_shared_mem
 
 
 @pytest.mark.slow
+def test_logprobs_over_sleeps_and_an_engine_that_is_replaced(alone) -> None:
+    """What tests/gpu runs on a GPU, where more can go wrong."""
+    program = ROOT / "tests" / "programs" / "vllm_sleep_program.py"
+    command = [sys.executable, str(program), "cpu", "tied", str(alone[0] / "model")]
+    assert "all checked" in run_program(command, timeout_s=TIME_OUT_S)
+
+
+@pytest.mark.slow
 def test_a_rank_that_fails_half_way_through_a_generation_stops_all_with_its_traceback(alone) -> None:
     """The other rank waits inside vLLM, where no time-out of ours reaches it; the process group's does."""
     args = (str(alone[0] / "none.json"), "2", "tied", str(alone[0] / "model"), "raising")
