@@ -40,6 +40,15 @@ def test_sizes_that_do_not_fit_name_the_nearest(monkeypatch: pytest.MonkeyPatch)
     assert accumulation_steps(128, 4, world_size=4) == 8
     with pytest.raises(ValueError, match="Nearest valid train_batch_size: 120 or 144"):
         accumulation_steps(128, 3, world_size=8)
+    with pytest.raises(ValueError, match="Nearest valid train_batch_size: 32"):
+        accumulation_steps(8, 4, world_size=8)
+
+
+@pytest.mark.parametrize(("sizes", "name"), [((0, 1), "train_batch_size"), ((8, 0), "micro_train_batch_size")])
+def test_a_size_below_one_is_refused(sizes: tuple[int, int], name: str) -> None:
+    accumulation_steps(1, 1, world_size=1)
+    with pytest.raises(ValueError, match=f"^{name} is 0: it must be at least 1"):
+        accumulation_steps(*sizes, world_size=2)
 
 
 @pytest.mark.parametrize("flags", [{}, {"load_module_only": True}, {"load_optimizer_states": False}])

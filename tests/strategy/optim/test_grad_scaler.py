@@ -1,5 +1,7 @@
 """The scale by hand, and steps with and without it."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -31,7 +33,9 @@ def test_disabled_it_is_the_identity() -> None:
     assert (scaler.get_scale(), scaler.state_dict()) == (1.0, {})
 
 
-@pytest.mark.parametrize("wrong", [{"init_scale": 0.0}, {"growth_factor": 1.0}, {"backoff_factor": 1.0}])
+@pytest.mark.parametrize(
+    "wrong", [{"init_scale": 0.0}, {"growth_factor": 1.0}, {"backoff_factor": 1.0}, {"growth_interval": 0}]
+)
 def test_impossible_numbers_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="must be above 0"):
         GradScaler(True, **wrong)  # type: ignore[arg-type]
@@ -61,3 +65,19 @@ def test_training_is_the_same_with_it_and_a_bad_step_lowers_it() -> None:
     after_skip, strategy, skipped = trained(4, scale=1024.0, poison=1)
     assert_close(after_skip, plain, atol=1e-6, rtol=0)
     assert (strategy.grad_scaler.get_scale(), skipped) == (512.0, [False, True, False, False])
+
+
+def test_a_checkpoint_keeps_the_scale_and_its_good_steps(tmp_path: Path) -> None:
+    def scaled(init_scale: float) -> tuple[SingleStrategy, nn.Module]:
+        strategy, model = SingleStrategy(0, 0.5, 1, 1, StrategyOptions(lr=0.1)), nn.Linear(1, 1)
+        strategy.register(model, strategy.build_optimizer(model))
+        strategy.build_grad_scaler(True, init_scale=init_scale)
+        return strategy, model
+
+    first, model = scaled(1024.0)
+    for is_finite in (False, True):
+        first.grad_scaler.update(is_finite)
+    first.save_ckpt(model, str(tmp_path))
+    second, model = scaled(8.0)
+    second.load_ckpt(model, str(tmp_path))
+    assert second.grad_scaler.state_dict() == {"scale": 512.0, "good_steps": 1.0}
