@@ -20,6 +20,7 @@ from torch.testing import assert_close
 from lightrl.checkpoint import (
     CheckpointDirectory,
     load_json,
+    resolve_checkpoint,
     save_json,
     save_tensors,
 )
@@ -136,6 +137,21 @@ def test_a_side_checkpoint_is_found_by_its_step_only(tmp_path: Path) -> None:
     (directory.begin(3) / "file").write_text("x")
     directory.commit(3, is_latest=False)
     assert directory.steps() == [1, 3]  # step 1 is what a run would go on from
+
+
+def test_without_a_count_of_steps_the_next_one_is_past_the_highest(tmp_path: Path) -> None:
+    directory = CheckpointDirectory(tmp_path, keep=3)
+    assert directory.next_step() == 0
+    for step in (10, 2):  # after a rewind
+        save(directory, step)
+    (tmp_path / "step-old").mkdir()  # a user's own
+    assert directory.next_step() == 11
+
+
+def test_a_folder_without_a_checkpoint_is_no_tag(tmp_path: Path) -> None:
+    save(CheckpointDirectory(tmp_path, keep=1), 3)
+    (tmp_path / "notes").mkdir()
+    assert resolve_checkpoint(tmp_path, None) == tmp_path / "step-000003"
 
 
 def test_rotation_by_size_keeps_the_newest_whatever_it_takes(tmp_path: Path) -> None:

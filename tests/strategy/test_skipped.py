@@ -96,6 +96,7 @@ def test_weights_that_make_no_mean_train_nothing(weight: float, text: str, caplo
         found = run()
     wanted = f"There is nothing to train: the weights of all micro-batches of all ranks add up to {text}."
     assert (found.skipped, found.reason, found.num_micro_batches) == (True, wanted, 0)
+    assert (found.loss, found.grad_norm) == (0.0, 0.0)
     assert caplog.messages == [f"{wanted} No rank makes this update: weights, optimizer and schedule stay as they are."]
     assert float(model.weight.detach()) == before
 
@@ -107,3 +108,29 @@ def test_a_gradient_that_is_not_finite_is_told_apart() -> None:
     assert found.reason.endswith("though the loss is 0.")
     assert "The norm of the gradient is " in found.reason
     assert not strategy.train_batch([torch.ones(2)], lambda out, batch: out.mean(), len).reason
+
+
+def test_of_two_models_the_reason_is_that_of_the_trained_one() -> None:
+    strategy, _ = made()
+    other = Line()
+    strategy.register(other, torch.optim.SGD(other.parameters(), lr=1.0))
+    with torch.no_grad():
+        other.weight.fill_(math.nan)
+    found = strategy.train_batch([torch.ones(2)], lambda out, batch: out.mean(), len, model=other)
+    assert found.reason == "The loss is nan. rank 0: output is nan at index 0."
+
+
+def test_a_skipped_update_does_not_count_in_a_schedule() -> None:
+    strategy, model = single_process(), Line()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    strategy.register(model, optimizer, scheduler)
+    for values, weight in ((torch.ones(1), 0.0), (torch.tensor([math.inf]), 1.0)):  # nothing to train; not finite
+        assert strategy.train_batch(
+            [values], lambda out, batch: out.mean(), lambda batch, weight=weight: weight
+        ).skipped
+        strategy.step_lr_scheduler()
+    strategy.backward(model(torch.tensor([math.inf])).sum(), model, optimizer)
+    assert strategy.optimizer_step(optimizer, model, scheduler).skipped
+    strategy.step_lr_scheduler()
+    assert scheduler.get_last_lr() == [1.0]

@@ -125,6 +125,25 @@ def test_a_load_needs_an_optimizer_unless_only_the_weights_are_wanted(tmp_path: 
     second.save_ckpt(lone, str(tmp_path / "frozen"))
 
 
+def test_a_load_of_weights_alone_leaves_optimizer_schedule_and_step_as_they_are(tmp_path: Path) -> None:
+    first, second = strategy(), strategy()
+    saved, other = (chosen.prepare(start(Wrapped())) for chosen in (first, second))
+    update(first, saved)
+    first.set_global_step(5)
+    first.save_ckpt(saved[0], str(tmp_path), client_state={"name": "first"})
+    for _ in range(3):
+        update(second, other)
+    second.set_global_step(7)
+    (moments, *_), schedule = map(str, other[1].state.values()), other[2].state_dict()
+    path, client_state = second.load_ckpt(other[0], str(tmp_path), load_module_only=True)
+    assert client_state == {"name": "first"}
+    assert torch.equal(other[0].model.weight, saved[0].model.weight)
+    assert next(map(str, other[1].state.values())) == moments
+    assert (other[2].state_dict(), second.global_step) == (schedule, 7)
+    second.load_ckpt(other[0], str(tmp_path))
+    assert second.global_step == 5
+
+
 def test_optimizer_states_of_other_names_are_refused(tmp_path: Path) -> None:
     """Weights of an inner module, states of the whole: they would be left out without a word."""
     first = strategy()

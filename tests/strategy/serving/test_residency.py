@@ -182,3 +182,7 @@ def test_a_residency_alone_moves_one_model_and_refuses_its_use_meanwhile() -> No
     assert not moving._forward_pre_hooks  # nothing is left on the way of a plain step
     trainer.trained.require_on_device(optimizer)
     frozen(torch.ones(1, 2))
+    moving(torch.ones(1, 2)).sum().backward()
+    residency.leave_device()
+    assert residency.offloaded_bytes == 40  # three models, the gradients and the momentum of one: 8 bytes each
+    residency.return_to_device()
