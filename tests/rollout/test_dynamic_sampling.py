@@ -132,7 +132,15 @@ def test_the_rounds_are_bounded_and_a_short_batch_is_told_once(
     assert found["rounds"] == 3
     assert found["fill"] == len(kept) / 4
     assert len(caplog.records) == 1
+    assert caplog.messages[0].startswith(f"Step 1: of {4 + 4 + 4 - len(kept)} prompts drawn")
     assert f"only {len(kept)} of 4 have unequal rewards" in caplog.text
+
+
+def test_a_batch_that_is_just_full_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    made, _ = sampling(oversample=1.0, max_rounds=1)
+    with caplog.at_level(logging.WARNING):
+        made.fill(0, script("gggg", 0, []))
+    assert not caplog.records
 
 
 def test_a_saved_state_goes_on_as_if_nothing_had_happened() -> None:

@@ -54,6 +54,18 @@ def test_over_issue_starts_six_for_four_and_carries_two() -> None:
     assert made.batch(1) == (0, 3, 6, 7)
 
 
+def test_a_saved_state_has_what_runs_and_what_is_finished() -> None:
+    made, resumed = (AsyncScheduler(Rules(batch_size=2, max_staleness=1, over_issue=1)) for _ in range(2))
+    assert made.start(0) == [0, 1, 2, 3]
+    made.finish([0, 2, 3])
+    made.take((0, 2))
+    resumed.load_state_dict(made.state_dict())
+    assert (resumed.running, resumed.finished) == ([1], {3})
+    assert resumed.start(1) == made.start(1) == [4, 5]  # with 1 and 3 there are four
+    resumed.finish([1])
+    assert resumed.batch(1) == (1, 3)
+
+
 def test_lost_groups_are_replaced_until_the_rounds_are_over() -> None:
     made = SyncScheduler(Rules(batch_size=2, max_rounds=2))
     assert made.start(0) == [0, 1]
