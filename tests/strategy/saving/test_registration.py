@@ -135,7 +135,7 @@ def test_a_load_of_weights_alone_leaves_optimizer_schedule_and_step_as_they_are(
         update(second, other)
     second.set_global_step(7)
     (moments, *_), schedule = map(str, other[1].state.values()), other[2].state_dict()
-    path, client_state = second.load_ckpt(other[0], str(tmp_path), load_module_only=True)
+    _, client_state = second.load_ckpt(other[0], str(tmp_path), load_module_only=True)
     assert client_state == {"name": "first"}
     assert torch.equal(other[0].model.weight, saved[0].model.weight)
     assert next(map(str, other[1].state.values())) == moments
