@@ -11,7 +11,7 @@ from lightrl.rollout.saved_groups import group_from_state, group_state
 PROMPTS = [Prompt(index=index, text=f"{index}=", token_ids=(1, index)) for index in range(4)]
 
 
-def sample(index: int) -> Sample:
+def sample(index: int, *branches: Sample) -> Sample:
     return Sample(
         prompt=PROMPTS[3],
         position=2,
@@ -32,6 +32,8 @@ def sample(index: int) -> Sample:
         status=Status.ARCHIVED,
         ticket=11,
         start_version=1,
+        branches=branches,
+        is_scored=True,
     )
 
 
@@ -43,7 +45,8 @@ def saved_and_read(state: dict) -> dict:
 
 
 def test_a_group_comes_back_equal() -> None:
-    group = ScoredGroup(samples=(sample(0), sample(1)), rewards=(0.5, 1.0), step=3, baseline=0.125)
+    branch = sample(2)
+    group = ScoredGroup(samples=(sample(0, branch), sample(1)), rewards=(1 / 3, 1.0), step=3, baseline=0.125)
     read = group_from_state(saved_and_read(group_state(group)), PROMPTS)
     assert read == group
     assert (read.samples[1].routing == 4).all()
@@ -52,7 +55,19 @@ def test_a_group_comes_back_equal() -> None:
 
 def test_a_state_of_an_older_version_has_no_tickets() -> None:
     state = group_state(ScoredGroup(samples=(sample(0),), rewards=(0.5,), step=3))
-    for name in ("own", "turns", "reward", "turn_rewards", "numbers", "status", "ticket", "start_version", "routing"):
+    for name in (
+        "own",
+        "turns",
+        "reward",
+        "turn_rewards",
+        "numbers",
+        "status",
+        "ticket",
+        "start_version",
+        "routing",
+        "is_scored",
+        "branches",
+    ):
         del state["samples"][0][name]
     read = group_from_state(state, PROMPTS).samples[0]
     assert (read.own, read.turns, read.status, read.ticket, read.start_version) == ((), (0,), Status.COMPLETED, -1, -1)
