@@ -55,6 +55,11 @@ def rewards(**named: Any) -> RewardSet:
     return RewardSet([WeightedReward(label=name, weight=2.0, reward=item) for name, item in named.items()])
 
 
+@group_reward
+def place(group: Sequence[Sample]) -> list[float]:
+    return [float(index) for index in range(len(group))]
+
+
 def ask(given: RewardSet, *texts: str, size: int | None = None) -> list[float]:
     async def all_of_them() -> list[float]:
         siblings = Siblings(size or len(texts), given)
@@ -160,3 +165,11 @@ def test_the_images_of_a_prompt_are_read_once(tmp_path: Path) -> None:
     images, videos = siblings.media(prompt)
     assert (images, len(videos)) == ((), 1)
     assert siblings.media(prompt)[1] is videos
+
+
+def test_a_group_is_compared_in_the_order_of_its_samples_whoever_asks_first() -> None:
+    async def last_first() -> list[float]:
+        siblings = Siblings(3, rewards(place=place))
+        return await asyncio.gather(*(siblings.reward(sample(index, "x")) for index in (2, 0, 1)))
+
+    assert asyncio.run(last_first()) == [4.0, 0.0, 2.0]  # the weight 2 times the places 2, 0 and 1
