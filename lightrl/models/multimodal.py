@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoProcessor, ProcessorMixin
+from transformers import AutoConfig, AutoProcessor
 
 from lightrl.models.token_split import Tokens
 from lightrl.records import EncodedPrompt, VisionInputs
@@ -41,11 +41,6 @@ class MediaProcessor:
         self.config = config
         self.image_token_id = int(config.image_token_id)
         self.video_token_id = int(config.video_token_id)
-        # Since transformers 5.10 a Qwen3-VL video keeps its own markers around those of its frames, as in vLLM. The
-        # older rule can go when pyproject.toml requires transformers 5.10:
-        # https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/models/qwen3_vl/processing_qwen3_vl.py
-        replace = getattr(type(processor), "replace_video_token", None)
-        self._keeps_video_markers = replace not in (None, getattr(ProcessorMixin, "replace_video_token", None))
         self._per_feature = int(config.vision_config.spatial_merge_size) ** 2  # patches that become one token
 
     @classmethod
@@ -133,9 +128,6 @@ class MediaProcessor:
             if token == self.image_token_id:
                 ids += [token] * next(next_image).num_features
             elif token == self.video_token_id and names_frames:
-                if not self._keeps_video_markers:
-                    self._drop_start_marker(ids, token_ids[index + 1 : index + 2])
-                    index += 1  # the end marker
                 ids += self._timed_frames(next(next_video))
             elif token == self.video_token_id:
                 ids += [token] * next(next_video).num_features
@@ -156,13 +148,6 @@ class MediaProcessor:
                     f"the prompt has {count} {kind} placeholder(s) {placeholder} and {given} {kind}(s): it must have "
                     "one for each."
                 )
-
-    def _drop_start_marker(self, ids: list[int], following: Sequence[int]) -> None:
-        start, end = self.config.vision_start_token_id, self.config.vision_end_token_id
-        if ids[-1:] != [start] or list(following) != [end]:
-            names = self.processor.tokenizer.convert_ids_to_tokens([start, self.video_token_id, end])
-            raise ValueError(f"a video's placeholder must stand between its markers: {''.join(names)}")
-        ids.pop()
 
     def _timed_frames(self, video: _Extent) -> Iterator[int]:
         """Yields the tokens of a Qwen3-VL video: for each merged frame its mean time as text, then its features."""

@@ -265,10 +265,6 @@ def test_the_markers_of_a_timed_video() -> None:
     timed = f"<0.2 seconds>{frame}<1.0 seconds>{frame}"  # frames 0 and 1 of 2 a second, then 2 by itself
     inside = f"a<|vision_start|>{timed}<|vision_end|>b"
     assert tokenizer.decode(media.expanded(ids, [], [(3, 32, 32)])) == inside
-    media._keeps_video_markers = False  # as before transformers 5.10
-    assert tokenizer.decode(media.expanded(ids, [], [(3, 32, 32)])) == f"a{timed}b"
-    with pytest.raises(ValueError, match=r"between its markers: <\|vision_start\|><\|video_pad\|><\|vision_end\|>"):
-        media.expanded(tokenizer.encode("a<|video_pad|>"), [], [(2, 64, 64)])
 
 
 def test_a_folder_gives_its_processor_or_none(tmp_path: Path) -> None:
