@@ -67,6 +67,12 @@ def test_logprobs_of_filtered_rows_are_renormalised_and_other_rows_are_left_alon
     assert_close(logprobs, torch.tensor([math.log(3 / 7), math.log(0.1)]), atol=1e-6, rtol=0)
 
 
+def test_the_top_token_alone_is_certain():
+    uniforms = torch.tensor([0.0, 0.99], dtype=torch.float64)
+    tokens, logprobs = sample(LOG.expand(2, -1), uniforms, plan(2, top_k=1))
+    assert (tokens.tolist(), logprobs.tolist()) == ([3, 3], [0.0, 0.0])
+
+
 def test_greedy_rows_stand_beside_sampled_ones():
     uniforms = torch.tensor([0.05, 0.05], dtype=torch.float64)
     tokens, logprobs = sample(LOG.expand(2, -1), uniforms, plan(2, temperature=[0.0, 1.0], top_k=[2, 0]))
