@@ -45,9 +45,10 @@ def test_sums_by_integers_are_those_of_floats():
 
 def test_temperature_reshapes_the_distribution():
     # temperature 0.5 squares: 1, 4, 9, 16 over 30; cumulative 0.033, 0.167, 0.467, 1
-    tokens, logprobs = sample(LOG, torch.tensor([0.4], dtype=torch.float64), plan(1, temperature=0.5))
-    assert tokens.tolist() == [2]
-    assert_close(logprobs, torch.tensor([math.log(9 / 30)]), atol=1e-6, rtol=0)
+    uniforms = torch.tensor([0.1, 0.5], dtype=torch.float64)
+    tokens, logprobs = sample(LOG.expand(2, -1), uniforms, plan(2, temperature=0.5))
+    assert tokens.tolist() == [1, 3]
+    assert_close(logprobs, torch.tensor([math.log(4 / 30), math.log(16 / 30)]), atol=1e-6, rtol=0)
 
 
 def test_top_k_and_then_top_p_on_what_it_leaves():
