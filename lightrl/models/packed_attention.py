@@ -314,10 +314,26 @@ def _attend_by_runs(query: Tensor, key: Tensor, value: Tensor, layout: PackedLay
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
     sees_all = scoring.window is None or scoring.window >= query.shape[2]
     mask = None if sees_all else visible(query.shape[2], query.shape[2], scoring.window, query.device)
-    is_grouped = key.shape[1] != query.shape[1]
+    return grouped_attention(query, key, value, mask, scoring.scale)
+
+
+def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Computes causal attention, or attention with a mask, where groups of heads may share a head of keys."""
+    if query.is_cuda and not _flash_shares_keys(query, value, mask):
+        key, value = (_repeat_heads(part, query.shape[1]) for part in (key, value))
     return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=sees_all, scale=scoring.scale, enable_gqa=is_grouped
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=key.shape[1] < query.shape[1]
     )
+
+
+def _flash_shares_keys(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Returns whether torch's flash attention can be used. Other kernels of a GPU need a head of keys for each head.
+
+    Given fewer, torch would compute whole matrices of scores:
+    https://github.com/pytorch/pytorch/blob/v2.13.0/aten/src/ATen/native/transformers/cuda/sdp_utils.cpp
+    """
+    is_half = _computed_dtype(query) in (torch.bfloat16, torch.float16)
+    return mask is None and is_half and query.shape[-1] == value.shape[-1] <= 256
 
 
 def eager_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:

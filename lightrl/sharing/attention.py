@@ -16,9 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
-from lightrl.models.packed_attention import PackedLayout, Scoring, eager_attention, stack_sequences, visible
+from lightrl.models.packed_attention import (
+    PackedLayout,
+    Scoring,
+    eager_attention,
+    grouped_attention,
+    stack_sequences,
+    visible,
+)
 from lightrl.sharing.tree import Branch, PrefixTree
 
 # The kernels of scaled_dot_product_attention on a CPU, which return the log-sum-exp that the public function drops.
@@ -237,11 +243,5 @@ def _siblings(layout: TreeLayout) -> Iterator[tuple[tuple[int, int, int], list[t
 def _attend(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
     if scoring.softcap is not None or scoring.sinks is not None:
         return eager_attention(query, key, value, scoring)
-    return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=visible(query.shape[2], key.shape[2], scoring.window, query.device),
-        scale=scoring.scale,
-        enable_gqa=key.shape[1] != query.shape[1],
-    )
+    mask = visible(query.shape[2], key.shape[2], scoring.window, query.device)
+    return grouped_attention(query, key, value, mask, scoring.scale)

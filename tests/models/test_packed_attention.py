@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch._subclasses import FakeTensorMode
+from torch.nn import functional as F
 from torch.testing import assert_close
 from transformers import PreTrainedModel
 
 from lightrl.models.packed_attention import (
+    grouped_attention,
     packed_attention,
     packed_hidden_states,
     packed_layout,
@@ -229,3 +232,35 @@ def test_a_model_that_would_mix_a_pack_is_told_apart() -> None:
         model = transformers.AutoModelForCausalLM.from_config(config)
         assert not use_packed_attention(model.get_decoder())
     assert use_packed_attention(tiny_model("gpt2").get_decoder())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "is_masked", "num_key_heads"),
+    [
+        (torch.bfloat16, 8, False, 2),  # flash attention takes it as it is
+        (torch.bfloat16, 512, False, 4),  # heads too large for it
+        (torch.bfloat16, 8, True, 4),  # it takes no mask
+        (torch.float32, 8, False, 4),  # nor this type
+    ],
+)
+def test_a_kernel_of_a_gpu_gets_as_many_heads_of_keys_as_it_needs(
+    dtype: torch.dtype, size: int, is_masked: bool, num_key_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {}
+
+    def kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **settings: Any) -> torch.Tensor:
+        given.update(settings, heads=(key.shape[1], value.shape[1]))
+        return query
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", kernel)
+    with FakeTensorMode():
+        query, *keys = (torch.empty(3, heads, 5, size, device="cuda", dtype=dtype) for heads in (4, 2, 2))
+        mask = torch.ones(5, 5, dtype=torch.bool, device="cuda") if is_masked else None
+        grouped_attention(query, *keys, mask, 0.5)
+    assert given.pop("attn_mask") is mask
+    assert given == {
+        "heads": (num_key_heads, num_key_heads),
+        "is_causal": not is_masked,
+        "scale": 0.5,
+        "enable_gqa": num_key_heads == 2,
+    }

@@ -25,7 +25,7 @@ from lightrl.engines.native.own_cache import OwnCacheForward, SampleCaches, find
 from lightrl.engines.native.products import FusedLinear, PackedHead, fused_linear, is_worth_packing
 from lightrl.models.fixed_rope import FIXED
 from lightrl.models.multimodal import FAMILIES
-from lightrl.models.packed_attention import visible
+from lightrl.models.packed_attention import grouped_attention, visible
 from lightrl.models.policy import needs_score_check
 from lightrl.records import EncodedPrompt
 
@@ -332,10 +332,7 @@ class FusedForward:
 
     def mix_prompts(self, layer: _Layer, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """Returns the causal attention [b, t, heads, dim] of whole prompts, all [b, heads or kv_heads, t, dim]."""
-        mixed = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, is_causal=mask is None, scale=self._scaling, enable_gqa=True
-        )
-        return mixed.transpose(1, 2)
+        return grouped_attention(queries, keys, values, mask, self._scaling).transpose(1, 2)
 
     def _run(
         self, tokens: Tensor, rope: tuple[Tensor, Tensor], attend: Callable[..., Tensor], kept: Tensor | None = None

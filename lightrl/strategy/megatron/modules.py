@@ -14,7 +14,7 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightrl.models.packed_attention import Scoring, packed_layout
+from lightrl.models.packed_attention import Scoring, grouped_attention, packed_layout
 from lightrl.strategy.megatron.packing import Pack
 
 
@@ -176,15 +176,7 @@ def attend_to_all(query: Tensor, key: Tensor, value: Tensor, pack: Pack, scale: 
     for own, q, k, v in zip(pack.own_positions, queries, key.split(lengths), value.split(lengths), strict=True):
         mask = own[:, None] >= torch.arange(k.shape[0], device=k.device)
         heads = [part.transpose(0, 1)[None] for part in (q, k, v)]
-        output = F.scaled_dot_product_attention(
-            heads[0],
-            heads[1],
-            heads[2],
-            attn_mask=mask,
-            scale=scale,
-            enable_gqa=k.shape[1] != q.shape[1],
-        )
-        outputs.append(output[0].transpose(0, 1))
+        outputs.append(grouped_attention(heads[0], heads[1], heads[2], mask, scale)[0].transpose(0, 1))
     return torch.cat(outputs).reshape(query.shape[0], -1)
 
 
