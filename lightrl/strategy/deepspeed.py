@@ -204,7 +204,7 @@ class DeepSpeedStrategy(TorchStrategy):
 def load_deepspeed(device: torch.device) -> Any:
     """Imports DeepSpeed for this device, inside the existing process group."""
     os.environ.setdefault("DS_ACCELERATOR", device.type)
-    os.environ.setdefault("LOCAL_RANK", "0")
+    os.environ.setdefault("LOCAL_RANK", str(device.index or 0))  # the GPU that it makes the current one
     # DeepSpeed 0.19.8 calls these at every step by names that torch 2.13 changed; a later version will not need this.
     warnings.filterwarnings("ignore", ".*(reduce_scatter|all_gather_into)_tensor.* is deprecated", FutureWarning)
     import deepspeed

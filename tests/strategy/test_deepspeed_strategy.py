@@ -1,12 +1,17 @@
 """DeepSpeed at every stage under the contract of all strategies, and what only it has."""
 
 import importlib.util
+import os
+import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 from lightrl.config import DeepSpeedConfig, GRPOConfig, StrategyOptions
 from lightrl.strategy import create_strategy, strategy_class
+from lightrl.strategy.deepspeed import load_deepspeed
 from lightrl.testing import StrategyContract, StrategyParity, run_spmd
 from lightrl.testing.strategy_parity import FEW_VARIANTS
 
@@ -116,3 +121,16 @@ def test_options_that_cannot_be_honoured_are_refused(settings: dict[str, int], t
         GRPOConfig(strategy="deepspeed", deepspeed=DeepSpeedConfig(**settings))
     with pytest.raises(ValueError, match=text):  # a Namespace or dict passes by the checks of GRPOConfig
         strategy_class("deepspeed")(0, 1.0, 1, 1, StrategyOptions.from_args({"deepspeed": settings}))
+
+
+def test_deepspeed_takes_the_gpu_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It makes GPU LOCAL_RANK the current one; where a launcher sets only RANK, that would be the first for all."""
+    package = MagicMock()
+    monkeypatch.setitem(sys.modules, "deepspeed", package)
+    monkeypatch.setattr(os, "environ", {"RANK": "3"})
+    assert load_deepspeed(torch.device("cuda", 3)) is package
+    assert os.environ == {"RANK": "3", "LOCAL_RANK": "3", "DS_ACCELERATOR": "cuda"}
+    package.init_distributed.assert_called_once_with(dist_backend="nccl", auto_mpi_discovery=False)
+    os.environ["LOCAL_RANK"] = "1"
+    load_deepspeed(torch.device("cuda", 1))
+    assert os.environ["LOCAL_RANK"] == "1"
