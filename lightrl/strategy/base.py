@@ -313,13 +313,13 @@ class StrategyBase(ForeignNames, ABC):
         self, trained: TrainedModel, batches: list[Any], shares: list[float], loss_fn: LossFn, mine: range
     ) -> float:
         """Adds each micro-batch's gradient, weighted by its share; returns this rank's part of the mean loss."""
-        loss_sum = 0.0
+        losses = []  # read at the end, so that a device need not wait for the next micro-batch to be started
         for index, (micro_batch, share) in enumerate(zip(batches, shares, strict=True)):
             with self.before_micro_batch(trained.model, index == len(batches) - 1):
                 loss = loss_fn(trained.model(micro_batch), micro_batch)
                 self.backward(loss, trained.model, trained.optimizer, weight=share)
-            loss_sum += float(loss.detach()) * share if share and index in mine else 0.0
-        return loss_sum
+            losses.append(loss.detach())
+        return sum((float(losses[index]) * shares[index] for index in mine if shares[index]), 0.0)
 
     @torch.no_grad()
     def forward(self, data: Batches, *, model: nn.Module | None = None) -> Any:

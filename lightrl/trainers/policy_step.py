@@ -311,7 +311,7 @@ def even_parts(items: Sequence[_Item], config: RolloutConfig | OfflineConfig, co
 
 def by_sample(values: Iterable[tuple[PackedBatch, Tensor]]) -> dict[Key, list[float]]:
     """Cuts each pack's values, [N] one per response token, into a list per sample."""
-    return {key: part.tolist() for batch, tensor in values for key, part in unpack(batch, tensor).items()}
+    return {key: part.tolist() for batch, tensor in values for key, part in unpack(batch, tensor.cpu()).items()}
 
 
 # ---- Engine ----------------------------------------------------------------------------------------------------------

@@ -341,7 +341,7 @@ class PPOTrainer(Trainer):
         values: dict[Key, list[float]] = {}
         for packed, scores in self.updates.scores(self.policy, batch.samples):
             self._measure(scores, packed)
-            logprobs |= {key: part.tolist() for key, part in unpack(packed, scores.logprobs).items()}
+            logprobs |= {key: part.tolist() for key, part in unpack(packed, scores.logprobs.cpu()).items()}
             if self.critic is None:
                 values |= _values_by_sample(scores, packed)
         return batch.with_columns(old_logprobs=logprobs)._replace(values=values)
