@@ -134,7 +134,8 @@ class RowCache(Cache):
             # An odd number of lines: an even number maps adjacent rows to the same few sets of a processor's cache.
             self.capacity = round_up(wanted - _LINE) + _LINE
         self._views.clear()
-        self.storage = [layer and layer.resized(self.num_rows, self.capacity) for layer in self.storage]
+        for index, layer in enumerate(self.storage):  # one by one: both sizes of all layers might not fit into a device
+            self.storage[index] = layer and layer.resized(self.num_rows, self.capacity)
 
     def begin_prefill(self, target_rows: Tensor, source_prompts: Tensor) -> None:
         """Makes update() store prompts: prompt source_prompts[j] in row target_rows[j]; both [m] int64."""
@@ -147,11 +148,10 @@ class RowCache(Cache):
     ) -> None:
         """Makes update() and append() store one token per row at these positions; parts: the rows for read()."""
         num_read = self._num_read(highest_position)
-        shared_position = highest_position if lowest_position == highest_position and not parts else None
+        shared = highest_position if lowest_position == highest_position and not parts else None
         read = tuple(ReadPart(slice(part.start, part.stop), self._num_read(part.highest)) for part in parts)
-        rows = torch.arange(len(positions), device=positions.device)
         read = read or (ReadPart(slice(0, len(positions)), num_read),)
-        phase = Decode(rows, positions, num_read, shared_position, read)
+        phase = Decode(torch.arange(len(positions), device=positions.device), positions, num_read, shared, read)
         if self.decode_phase.parts != phase.parts:
             self._views.clear()
         self.decode_phase, self._prefill = phase, None

@@ -1,7 +1,9 @@
+import weakref
+
 import pytest
 import torch
 
-from lightrl.engines.native.cache import RowCache, round_up
+from lightrl.engines.native.cache import LayerStorage, RowCache, round_up
 from lightrl.engines.native.row_parts import RowPart
 
 
@@ -152,3 +154,22 @@ def test_decoding_before_a_prefill_is_a_bug():
     cache.storage.append(None)
     with pytest.raises(AssertionError, match="layer 0 decodes before its first prefill"):
         cache.layer(0)
+
+
+def test_a_cache_that_grows_holds_only_one_layer_twice(monkeypatch):
+    cache = RowCache()
+    cache.reserve(rows=1, positions=2, most_rows=4, most_positions=100)
+    cache.begin_prefill(torch.tensor([0]), torch.tensor([0]))
+    for index in range(3):
+        cache.store_prompts(torch.full((1, 1, 2, 1), 1.0 + index), torch.ones(1, 1, 2, 1), index)
+    old = [weakref.ref(layer.values) for layer in cache.storage]
+    held, resized = [], LayerStorage.resized
+
+    def counted(layer, rows, capacity):
+        held.append(sum(ref() is not None for ref in old))
+        return resized(layer, rows, capacity)
+
+    monkeypatch.setattr(LayerStorage, "resized", counted)
+    cache.reserve(rows=2, positions=60, most_rows=4, most_positions=100)
+    assert held == [3, 2, 1]
+    assert [layer.keys[0, 0, :2, 0].tolist() for layer in cache.storage] == [[1, 1], [2, 2], [3, 3]]
