@@ -109,7 +109,7 @@ class Stopwatch:
         started = time.perf_counter()
         with self.span(name):
             yield
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():  # a run on CPUs must not take memory of a GPU for a wait
             torch.cuda.synchronize()
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 

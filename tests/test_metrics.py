@@ -52,6 +52,17 @@ def test_a_stopwatch_adds_up_and_starts_anew(monkeypatch: pytest.MonkeyPatch) ->
     assert watch.take() == {}
 
 
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_stopwatch_waits_only_for_a_gpu_in_use(is_used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_used)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(True))
+    with Stopwatch().measure("a"):
+        pass
+    assert len(waited) == is_used
+
+
 def test_what_a_stopwatch_measures_is_a_span() -> None:
     opened: list[str] = []
 

@@ -370,7 +370,7 @@ def _random_state() -> dict[str, Any]:
     name, keys, *rest = np.random.get_state(legacy=True)
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": [version, list(internal), gauss]}
     state["numpy"] = [name, [int(key) for key in keys], *[float(item) for item in rest]]
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
