@@ -54,7 +54,7 @@ def _collective(comm: Comm, device: torch.device) -> Finding:
         remedy = "The network or a device corrupts data: run NCCL's own tests (all_reduce_perf -c 1)."
         return Finding(check, "fail", f"the sum over {comm.world} ranks is {counted}, not {wanted}", remedy)
     data = torch.ones(_LARGE // 4, device=device)
-    comm.all_reduce(data, op="sum")
+    float(comm.all_reduce(data, op="sum")[0])  # read, so that the device has finished when the clock starts
     comm.barrier()
     start = time.perf_counter()
     total = comm.all_reduce(data, op="sum")
