@@ -346,7 +346,7 @@ class NativeEngine(InferenceEngine):
         return plan_sampling(asked, self.vocab_size, self._device)
 
     def _put(self, array: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+        return torch.from_numpy(array).to(self._device, non_blocking=True)  # the array may change once this returns
 
     # ---- Weights and memory ------------------------------------------------------------------------------------
 
