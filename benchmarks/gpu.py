@@ -11,12 +11,13 @@ only `--models tiny` makes sense.
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from lightrl.engines.base import SamplingParams
 from lightrl.engines.native.engine import NativeEngine
@@ -45,8 +46,9 @@ def random_model(name: str, device: torch.device) -> Any:
         max_position_embeddings=1 << 17,
         tie_word_embeddings=True,
     )
-    model: Any = Qwen3ForCausalLM(config)
-    return model.to(device, torch.bfloat16)
+    with device:  # drawing 4 billion numbers takes a CPU minutes
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    return model
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
@@ -114,6 +116,7 @@ def main() -> None:
             except torch.OutOfMemoryError as error:
                 line, failed = f"out of memory: {str(error).splitlines()[0]}", 1
             print(f"{name:6}{line}", flush=True)
+            gc.collect()  # a model in a cycle would leave no room for the next one
             if device.type == "cuda":
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
