@@ -159,13 +159,17 @@ def test_packs_in_bfloat16_go_to_flash_attention(library: str, tmp_path: Path) -
     compare(rows_of(tmp_path / "flash"), rows_of(tmp_path / "runs"), tolerance=2e-2)
 
 
-def test_sleep_and_offload_give_memory_back(library: str, tmp_path: Path) -> None:
-    """Runs what tests/gpu has of it, where memory is counted by the device."""
-    wanted = "sleep_gives or offload_frees or leaves_the_device"
+@pytest.mark.parametrize(
+    ("file", "wanted", "passed"),
+    [
+        ("test_gpu_program.py", "sleep_gives or offload_frees or leaves_the_device", "3 passed"),
+        ("test_gpu_kernels.py", "", "7 passed"),
+    ],
+)
+def test_tests_of_a_gpu_pass_where_memory_is_counted(file: str, wanted: str, passed: str, library: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "simulated_cuda", "-p", "no:cacheprovider", "-k", wanted]
     environment = {LIBRARY: library, "PYTHONPATH": f"{FOLDER}:{ROOT}"}
-    output = run_program([*command, str(ROOT / "tests/gpu/test_gpu_program.py")], timeout_s=200, env=environment)
-    assert "3 passed" in output
+    assert passed in run_program([*command, str(ROOT / "tests/gpu" / file)], timeout_s=200, env=environment)
 
 
 @pytest.mark.parametrize("way", ["False", "True"])
