@@ -13,7 +13,8 @@ import pytest
 from simulated_cuda.simulated_cuda import LIBRARY, build, compiler
 from tiny_vlm import IMAGE, checkered, save_tiny_vlm
 
-from lightrl.testing import run_program, run_spmd
+from lightrl.testing import run_program, run_spmd, strategy_program
+from lightrl.testing.tiny_training import adamw, plain_training
 
 pytestmark = [
     pytest.mark.slow,
@@ -92,6 +93,17 @@ def test_ranks_with_a_device_each_compute_what_they_do_on_the_cpu(flags: str, li
     run_spmd(simulated, library, *command, *outputs["cuda"], world_size=2, timeout_s=180)
     run_spmd(command[0], *command[1:], *outputs["cpu"], world_size=2, timeout_s=180)
     compare(rows_of(tmp_path / "cuda"), rows_of(tmp_path / "cpu"), tolerance=1e-4)
+
+
+def test_shards_in_pinned_memory_train_like_whole_weights(library: str, tmp_path: Path) -> None:
+    """FSDP reads its shards by another name than the optimizer writes them; both must be the pinned memory."""
+    flags = ["--only_parity", "--variants", "micro-batches of 1", "--strategy", "fsdp", "--fsdp.cpu_offload", "True"]
+    command = [str(strategy_program.__file__), str(tmp_path), *flags]
+    run_spmd(str(FOLDER / "simulated_cuda.py"), library, *command, world_size=2, timeout_s=180)
+    trained = json.loads((tmp_path / "report.json").read_text())["trained micro-batches of 1"]
+    losses, norms, _ = plain_training(adamw, 1.0)
+    assert trained["losses"] == pytest.approx(losses, abs=1e-5)
+    assert trained["norms"] == pytest.approx(norms, rel=1e-4)
 
 
 def test_ranks_split_the_tokens_of_images_on_the_device(library: str, tmp_path: Path) -> None:

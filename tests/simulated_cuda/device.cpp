@@ -10,6 +10,8 @@
 #include <torch/library.h>
 
 #include <atomic>
+#include <map>
+#include <mutex>
 #include <set>
 #include <string>
 
@@ -56,6 +58,38 @@ struct Memory final : c10::Allocator {
 
 Memory memory;
 
+// Memory of the host that is pinned: ordinary, but known by its address, as FSDP pins again what it finds is not.
+
+std::mutex pinned_lock;
+std::map<const char*, const char*> pinned;  // ends by beginnings
+
+void free_pinned(void* block) {
+  {
+    std::lock_guard<std::mutex> held(pinned_lock);
+    pinned.erase(static_cast<const char*>(block));
+  }
+  free(block);
+}
+
+struct PinnedMemory final : c10::Allocator {
+  c10::DataPtr allocate(size_t size) override {
+    void* block = nullptr;
+    TORCH_CHECK(size == 0 || posix_memalign(&block, 64, size) == 0, "out of memory");
+    std::lock_guard<std::mutex> held(pinned_lock);
+    if (block != nullptr) pinned[static_cast<char*>(block)] = static_cast<char*>(block) + size;
+    return {block, block, &free_pinned, at::kCPU};
+  }
+  void copy_data(void* to, const void* from, size_t size) const override { memcpy(to, from, size); }
+};
+
+PinnedMemory pinned_memory;
+
+bool is_pinned(const void* address) {
+  std::lock_guard<std::mutex> held(pinned_lock);
+  auto after = pinned.upper_bound(static_cast<const char*>(address));
+  return after != pinned.begin() && static_cast<const char*>(address) < std::prev(after)->second;
+}
+
 // ---- The device: one, with one stream on which everything has already happened
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -85,8 +119,8 @@ struct Hooks final : at::CUDAHooksInterface {
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   DeviceIndex deviceCount() const override { return 1; }
   DeviceIndex getCurrentDevice() const override { return 0; }
-  c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
-  bool isPinnedPtr(const void*) const override { return false; }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
+  bool isPinnedPtr(const void* address) const override { return is_pinned(address); }
 };
 
 Hooks hooks;
