@@ -93,7 +93,7 @@ class EpisodeScorer(Scorer):
         self._warn_of_unused([sample.reward for sample in open_ones])
         scores = iter(super().score(open_ones, statistics, prefix=prefix))
         if statistics is not None:
-            _describe(samples, statistics, prefix)
+            describe_episodes(samples, statistics, prefix)
         return [_own_reward(sample) if _is_over(sample) else next(scores) for sample in samples]
 
     def _warn_of_unused(self, own: Sequence[float | None]) -> None:
@@ -248,7 +248,8 @@ def _own_reward(sample: Sample) -> float:
     return NO_REWARD if sample.reward is None or sample.status is not Status.COMPLETED else sample.reward
 
 
-def _describe(samples: Sequence[Sample], statistics: Statistics, prefix: str) -> None:
+def describe_episodes(samples: Sequence[Sample], statistics: Statistics, prefix: str = "") -> None:
+    """Adds the statistics of episodes, among them how many failed."""
     completed = [sample for sample in samples if sample.status is Status.COMPLETED]
     for status in (Status.FAILED, Status.FILTERED):
         count = sum(sample.status is status for sample in samples)

@@ -117,6 +117,8 @@ class Rollouts:
 
     def rollout_batch(self, data: Sequence[Datum], workflow: Workflow | None = None) -> dict[str, Tensor]:
         """Samples these prompts and waits for all; the result leaves out those that failed or were rejected."""
+        if not len(data):
+            raise ValueError("rollout_batch() was given no prompt: give 1 or more.")
         first = len(self._prompts)
         for datum in data:
             self.submit(datum, workflow)

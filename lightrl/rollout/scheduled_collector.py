@@ -16,7 +16,13 @@ from lightrl.rewards.reward_set import RewardSet
 from lightrl.rollout.client import EngineClient
 from lightrl.rollout.collector import Prompts, sampling_of, seed_of_prompt
 from lightrl.rollout.episode import Episode
-from lightrl.rollout.episode_collector import EpisodeCollector, EpisodeFailure, EpisodeJob, episode_limits
+from lightrl.rollout.episode_collector import (
+    EpisodeCollector,
+    EpisodeFailure,
+    EpisodeJob,
+    describe_episodes,
+    episode_limits,
+)
 from lightrl.rollout.journal import Journal
 from lightrl.rollout.phases import PhasedDriver
 from lightrl.rollout.schedule import Schedule
@@ -171,6 +177,7 @@ class ScheduledCollector(EpisodeCollector):
                 self._unscored[ticket] = samples
                 done.append(ticket)
             else:
+                describe_episodes(samples, self._statistics)  # nobody scores these, which counts the others
                 lost.append(ticket)
         self.schedule.close([*done, *lost])
         return done, lost
@@ -200,7 +207,7 @@ class ScheduledCollector(EpisodeCollector):
 
     def _require_groups(self, batch: Sequence[int]) -> None:
         if not batch and self._pace.keep is None:
-            raise RuntimeError("Every episode of the step has failed; the log has the first failure.")
+            raise RuntimeError("Every episode of the step has failed or was rejected; the log has the first failure.")
 
     def _pause(self, driver: PhasedDriver) -> None:
         """Takes unfinished samples out of the engine."""

@@ -30,6 +30,15 @@ class Uneven(Workflow):
         return episode
 
 
+class Failing(Uneven):
+    """Fails for even answers."""
+
+    async def arun_episode(self, engine, data):
+        if data.answer % 2 == 0:
+            raise RuntimeError("on fire")
+        return await super().arun_episode(engine, data)
+
+
 class Tensors(Workflow):
     """An episode as a dict of tensors, as AReaL's workflows return it."""
 
@@ -93,6 +102,12 @@ def main(output):
 
     now = rollouts(group_size=2)
     note("rollout_batch", now.rollout_batch(RECORDS[:6]))
+    made["rejected"] = now.metrics()["episode/filtered"]
+    note("failing", now.rollout_batch(RECORDS[:3], workflow=Failing()))
+    counts = now.metrics()
+    made["failed"] = [counts[name] for name in ("episode/failed", "episode/failed_share", "rollout/lost")]
+    made["no prompt"] = message_of(lambda: now.rollout_batch([]))
+    made["all fail"] = message_of(lambda: now.rollout_batch(RECORDS[:1], workflow=Failing()))
     note("tensors", now.rollout_batch(RECORDS[:1], workflow=Tensors()))
 
     note("collective", now.rollout_batch(RECORDS[:2], workflow=Collective(strategy.comm)))

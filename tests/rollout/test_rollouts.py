@@ -38,8 +38,13 @@ def test_the_calls_on_one_rank_and_on_two(tmp_path: Path) -> None:
         assert mask == [0] * (len(mask) - sum(mask)) + [1] * sum(mask)
         assert [version == -1 for version in versions] == [not trained for trained in mask]
         assert len(ids) == len(mask)
+    assert made["rejected"] == 2  # both samples of 4
+    assert answers(made["failing"]) == [1, 1]
+    assert made["failed"] == [4, 4 / 6, 2]  # two groups of two
+    assert "was given no prompt" in made["no prompt"]
+    assert "Every episode of the step has failed or was rejected" in made["all fail"]
     assert answers(made["tensors"]) == [100, 100]
-    assert [row[0] for row in made["tensors"]] == [6, 6]  # the seventh prompt that was submitted
+    assert [row[0] for row in made["tensors"]] == [10, 10]  # the eleventh prompt that was submitted
 
     assert made["too late"].startswith("WaitTimeoutError: wait() has run out of time")
     assert answers(made["wait"]) == [5, 7]  # 3 and 6 are long
