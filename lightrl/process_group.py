@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from datetime import timedelta
 from typing import Any
@@ -18,6 +19,7 @@ _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 _role = ""  # role of this rank if the run splits its ranks into several worlds
 _meeting: Store | None = None  # store of all ranks that torchrun started
+_joins = itertools.count()  # a program may leave its process group and join again: the store keeps the old addresses
 
 
 class EnvironmentVariableError(ValueError, RuntimeError):
@@ -33,7 +35,7 @@ def join(device: torch.device, timeout: timedelta) -> Store:
     meeting = rendezvous("env://", int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout=timeout)
     store, rank, world = next(iter(meeting))
     store.set_timeout(timeout)
-    _meeting = store
+    _meeting = PrefixStore(f"join_{next(_joins)}", store)
     store = store_of(_role)
     # No device_id: torch would split this group into those of meshes, which fails with two back ends before torch 2.10,
     # and up to 2.13 in the second world of a process: https://github.com/pytorch/pytorch/pull/162424, .../pull/192109

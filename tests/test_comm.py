@@ -16,7 +16,7 @@ from lightrl.testing import run_spmd
 PROGRAM = Path(__file__).parent / "programs" / "comm_program.py"
 
 
-@pytest.mark.parametrize("which", ["collectives", "timeout", "error"])
+@pytest.mark.parametrize("which", ["collectives", "timeout", "error", "again"])
 def test_two_ranks(which: str) -> None:
     assert "all checked" in run_spmd(PROGRAM, which, world_size=2, timeout_s=90, torchrun=True)
 

@@ -3,7 +3,7 @@
 import pickle
 import sys
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 
 import torch
@@ -230,6 +230,20 @@ def check_error_in_a_collective(comm):
         assert "ZeroDivisionError: the loss" in str(error)
 
 
+def check_join_again(comm):
+    """The ranks leave and join again; rank 1 is late, so only its old address is in the store when rank 0 looks."""
+    for number in range(2):
+        with suppress(ZeroDivisionError), comm.phase("learn"):
+            raise ZeroDivisionError("an error of an earlier group, which is caught")
+        comm.barrier()
+        comm.close()
+        time.sleep(comm.rank / 2)
+        comm = connect(torch.device("cpu"), timedelta(seconds=20))
+        assert comm.all_reduce(comm.rank + number, "sum") == 1 + 2 * number
+        assert not comm.has_failed_elsewhere()
+    comm.close()
+
+
 if __name__ == "__main__":
     which = sys.argv[1]
     comm = connect(torch.device("cpu"), timedelta(seconds=2 if which == "timeout" else 60))
@@ -237,6 +251,8 @@ if __name__ == "__main__":
         check_timeout(comm)
     elif which == "error":
         check_error_in_a_collective(comm)
+    elif which == "again":
+        check_join_again(comm)
     else:
         for check in (check_all_reduce, check_all_gather, check_objects, check_statistics, check_local_error):
             check(comm)
