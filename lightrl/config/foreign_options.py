@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+MODEL_NAMES = ("pretrain", "model", "model_name_or_path", "pretrained_model_name_or_path")  # no options: a folder
 _NAMES = {
     "actor_learning_rate": "lr",
     "critic_learning_rate": "critic_lr",
@@ -25,7 +26,7 @@ _NAMES = {
 
 def native_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options under lightrl's names, dotted where they are in a group; others stay as they are."""
-    options = {_NAMES.get(name, name): value for name, value in given.items()}
+    options = {_NAMES.get(name, name): value for name, value in given.items() if name not in MODEL_NAMES}
     if "optim.schedule" in options:
         options["optim.schedule"] = _schedule_name(options["optim.schedule"])
     if "bf16" in options:

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from lightrl.config import StrategyOptions
+from lightrl.config.foreign_options import MODEL_NAMES
 from lightrl.models.policy import load_config, load_policy, load_tokenizer, model_loader
 from lightrl.strategy.optim.optimizers import TrainedModels
 from lightrl.strategy.optim.parameter_kinds import apply_lr_scales
-
-_MODEL_ARGUMENTS = ("pretrain", "model", "model_name_or_path", "pretrained_model_name_or_path")
 
 
 class Named(Protocol):
@@ -44,7 +43,7 @@ def first_model(strategy: Named, args: Any) -> nn.Module:
         return loaded.to(strategy.device).eval().requires_grad_(False)
     raise ValueError(
         "The engine needs a model: prepare the actor first, or pass it as setup_inference_engine(args, ..., "
-        f"actor=actor), or name a folder in one of {', '.join(_MODEL_ARGUMENTS)} of args."
+        f"actor=actor), or name a folder in one of {', '.join(MODEL_NAMES)} of args."
     )
 
 
@@ -54,7 +53,7 @@ def named_policy(strategy: Any) -> nn.Module:
         trusted = strategy.options.trust_remote_code
         return load_policy(name, materialize=strategy.materializes_weights, trust_remote_code=trusted)
     raise ValueError(
-        f"There is no model to build: name a folder in one of {', '.join(_MODEL_ARGUMENTS)} of args, or override "
+        f"There is no model to build: name a folder in one of {', '.join(MODEL_NAMES)} of args, or override "
         "model_provider_func()."
     )
 
@@ -84,7 +83,7 @@ def find_tokenizer(strategy: Named) -> Any:
 
 def _names(*several: Any) -> Iterator[str]:
     for args in several:
-        for name in _MODEL_ARGUMENTS:
+        for name in MODEL_NAMES:
             value = args.get(name) if isinstance(args, Mapping) else getattr(args, name, None)
             if isinstance(value, str) and value:
                 yield value
