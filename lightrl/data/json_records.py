@@ -12,6 +12,8 @@ def parse_json(content: bytes, where: str, wanted: str) -> Any:
     """Returns the parsed value; raises a ValueError that says first where the mistake is and last what is wanted."""
     try:
         value = json.loads(content.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: not UTF-8 text ({error}). Save the file as UTF-8.") from error
     except (ValueError, RecursionError) as error:
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ValueError(f"{where}: not valid JSON ({reason}). {wanted}") from error

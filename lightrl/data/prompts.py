@@ -427,9 +427,10 @@ def _require_messages(value: Any, where: str, field: str, takes_parts: bool) -> 
 def require_message(message: Any, where: str, takes_parts: bool) -> Record:
     """Returns a message whose content is a string or, for a vision-language model, a list of parts."""
     if isinstance(message, dict) and isinstance(message.get("role"), str):
-        content = message.get("content")
+        given = {key: value for key, value in message.items() if value is not None}
+        content = given.get("content", "" if given.get("tool_calls") else None)  # a turn may only call tools
         if isinstance(content, str):
-            return {key: value for key, value in message.items() if value is not None}
+            return {**given, "content": content}
         if isinstance(content, list) and takes_parts:
             return {**message, "content": [_require_part(part, where) for part in content]}
         if isinstance(content, list):

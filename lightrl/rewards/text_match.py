@@ -17,7 +17,6 @@ _NUMBER = re.compile(
     """,
     re.VERBOSE,
 )
-_NO_ANSWER = "the prompt has no answer to compare with. Name the field that holds it by --data.answer_field"
 
 
 def exact_match(sample: Sample) -> float:
@@ -39,11 +38,20 @@ def last_number(sample: Sample) -> float:
 
 
 def expected_answer(sample: Sample) -> str:
-    """Returns the prompt's answer, stripped; raises ValueError if it has none, which a reward of 0 would hide."""
+    """Returns the prompt's answer, stripped; raises ValueError if there is no text, which a reward of 0 would hide."""
     answer = sample.prompt.answer
-    if answer is None or not str(answer).strip():
-        raise ValueError(_NO_ANSWER)
+    if answer is None or isinstance(answer, list | dict) or not str(answer).strip():
+        raise _nothing_to_compare_with(answer)
     return str(answer).strip()
+
+
+def _nothing_to_compare_with(answer: object) -> ValueError:
+    if isinstance(answer, list | dict):
+        shown = str(answer)[:80]
+        return ValueError(
+            f"the prompt's answer {shown} is no text or number: write a reward of your own to compare with it"
+        )
+    return ValueError("the prompt has no answer to compare with (--data.answer_field names the field that holds it)")
 
 
 def _last_number_in(text: str) -> Decimal | None:

@@ -191,3 +191,16 @@ def test_the_builtin_data_sets_become_examples() -> None:
     (pair,) = builder.pairs(load_records("builtin:addition-pairs-heldout")[:1])
     assert read(pair.answers[0], tokenizer) == "50+88=[138<eos>]"
     assert pair.answers[0].prompt_ids == pair.answers[1].prompt_ids
+
+
+def test_a_turn_that_only_calls_a_tool_may_have_no_content() -> None:
+    template = (
+        "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{% for c in m.tool_calls %}#{{ c.name }}{% endfor %};"
+        "{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    )
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    turns = [{"role": "user", "content": "q"}, calls, {"role": "tool", "content": "6"}]
+    messages = [*turns, {"role": "assistant", "content": "x"}]
+    assert build({"messages": messages}, letters(template)) == "u:q;a:[#f;]t:6;a:[x;</s>]"
+    with pytest.raises(ValueError, match="A message must be"):
+        build({"messages": [turns[0], {"role": "assistant", "content": None}]}, letters(template))

