@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 from lightrl.config import nearest_name
@@ -74,10 +75,17 @@ def raise_code_fails(error: BaseException, subject: str) -> NoReturn:
         frames = traceback.extract_tb(error.__traceback__)
         last = next(frame for frame in reversed(frames) if not frame.filename.startswith("<frozen"))
         reason, file, line = str(error), last.filename, last.lineno
+    remedy = _beside(error, Path(file or "").parent) or "Correct that line, or install what it imports."
     raise ImportError(
-        f"{subject} cannot be loaded: {type(error).__name__} at line {line} of {file}: {reason}. Correct that line, "
-        "or install what it imports."
+        f"{subject} cannot be loaded: {type(error).__name__} at line {line} of {file}: {reason}. {remedy}"
     ) from error
+
+
+def _beside(error: BaseException, folder: Path) -> str:
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    if name and ((folder / f"{name}.py").is_file() or (folder / name).is_dir()):
+        return f"{name} is in the same folder: start the run with PYTHONPATH={folder}."
+    return ""
 
 
 def import_extra(module: str, *, extra: str, needed_by: str) -> Any:

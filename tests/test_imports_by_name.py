@@ -1,8 +1,10 @@
+import re
 from pathlib import Path
 
 import pytest
 
 from lightrl.imports import is_installed, load_object
+from lightrl.rewards.reward_set import load_reward
 
 BUILTIN = {"sampler": "lightrl.data.sampler:PromptSampler"}
 
@@ -56,3 +58,11 @@ def test_code_that_fails_while_it_is_loaded_is_named_with_its_line(
     (tmp_path / "failing_module.py").write_text(f"\n{code}")
     with pytest.raises(ImportError, match=f"The thing 'failing_module:X' cannot be loaded: {told}"):
         load("failing_module:X")
+
+
+def test_a_file_beside_the_users_is_told_with_the_path_to_set(tmp_path: Path) -> None:
+    (tmp_path / "my_helper.py").write_text("")
+    (tmp_path / "my_rewards.py").write_text("import my_helper\n")
+    told = f"No module named 'my_helper'. my_helper is in the same folder: start the run with PYTHONPATH={tmp_path}."
+    with pytest.raises(ImportError, match=re.escape(told)):
+        load_reward(f"{tmp_path}/my_rewards.py:f")
