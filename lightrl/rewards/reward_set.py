@@ -48,6 +48,9 @@ BUILTIN_REWARDS = {
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,)}
 
+# Kinds of parameters that --reward_args sets, of a function and of a class.
+_OF_FUNCTION: tuple[Any, ...] = (inspect.Parameter.KEYWORD_ONLY,)
+_SETTABLE = {False: _OF_FUNCTION, True: (*_OF_FUNCTION, inspect.Parameter.POSITIONAL_OR_KEYWORD)}
 _TAKEN = ("mean", "equal_groups", "failures", "no_verdict", "overlong_penalty")  # reward/... metrics of the run itself
 
 
@@ -254,7 +257,7 @@ def _not_a_function(name: str, reward: object) -> ValueError:
 
 def _checked_parameters(name: str, reward: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     parameters = inspect.signature(reward).parameters.values()
-    known = {item.name: item for item in parameters if item.kind is inspect.Parameter.KEYWORD_ONLY}
+    known = {item.name: item for item in parameters if item.kind in _SETTABLE[inspect.isclass(reward)]}
     missing = [key for key, item in known.items() if item.default is inspect.Parameter.empty and key not in given]
     if missing or not given.keys() <= known.keys():
         raise _wrong_parameters(name, known, given, missing)
@@ -269,7 +272,8 @@ def _wrong_parameters(
             allowed = f"It has {', '.join(known)}." if known else "It has none."
             return ValueError(f"The reward {name!r} has no parameter {key!r}. {allowed}")
     return ValueError(
-        f"The reward {name!r} needs a value for {', '.join(missing)}: give --reward_args {name}.{missing[0]}=..."
+        f"The reward {name!r} needs a value for {', '.join(missing)}: give --reward_args "
+        f"{_label(name)}.{missing[0]}=..."
     )
 
 

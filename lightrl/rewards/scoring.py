@@ -11,6 +11,7 @@ import functools
 import inspect
 import math
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -156,6 +157,8 @@ def _check_signature(reward: Any, scope: Scope) -> None:
     try:
         signature = inspect.signature(reward)
     except (TypeError, ValueError):  # some callables written in C have no signature
+        if not callable(reward):
+            raise _contradiction(reward, "is an object that cannot be called: give its class a __call__.") from None
         return
     try:
         bound = signature.bind(None)
@@ -300,7 +303,12 @@ def score_outcome(name: str, sample: Sample, value: Any) -> Outcome:
     """Returns the value that a reward returned, or an error if it is not a finite number."""
     if isinstance(value, int | float | Real) and -_LARGEST <= value <= _LARGEST:  # type: ignore[operator]  # neither NaN nor infinity is
         return float(value)
-    return not_a_number(name, sample, value)
+    return float(cast(Any, value)) if _is_numpys_bool(value) else not_a_number(name, sample, value)
+
+
+def _is_numpys_bool(value: object) -> bool:
+    numpy = sys.modules.get("numpy")  # not imported here, because processes of isolated rewards start without it
+    return numpy is not None and isinstance(value, numpy.bool_)
 
 
 def failed(name: str, samples: Sequence[Sample], error: BaseException) -> RewardError:

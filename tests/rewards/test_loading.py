@@ -109,17 +109,23 @@ def test_parameters_are_checked_and_read_as_declared(tmp_path: Path) -> None:
         "        self.by = by\n"
         "    def __call__(self, sample):\n"
         "        return self.by\n"
+        "class Positional(Built):\n"
+        "    def __init__(self, by):\n"
+        "        self.by = by\n"
     )
     given = {"by": "3e-1", "pattern": "[a-z]: 1", "flag": "true"}
     assert load_reward(f"{path}:scaled", given)(None) == (0.3, "[a-z]: 1", True)  # type: ignore[arg-type, comparison-overlap]
     assert load_reward(f"{path}:Built", {"by": "4"})(None) == 4  # type: ignore[arg-type]
+    assert load_reward(f"{path}:Positional", {"by": "4"})(None) == 4  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"needs a value for by: give --reward_args Positional.by="):
+        load_reward(f"{path}:Positional")
     with pytest.raises(ValueError, match="has no parameter 'bye'. It has by, pattern, flag."):
         load_reward(f"{path}:scaled", {"bye": "1"})
     with pytest.raises(ValueError, match="by is 'x', and it must be float"):
         load_reward(f"{path}:scaled", {"by": "x"})
     with pytest.raises(ValueError, match="by is 'true', and it must be int"):
         load_reward(f"{path}:needing", {"by": "true"})
-    with pytest.raises(ValueError, match=r"needs a value for by: give --reward_args .*needing.by="):
+    with pytest.raises(ValueError, match=r"needs a value for by: give --reward_args needing.by="):
         load_reward(f"{path}:needing")
     with pytest.raises(ValueError, match="'exact_match' has no parameter 'x'. It has none."):
         load_reward("exact_match", {"x": "1"})

@@ -14,7 +14,7 @@ from reward_samples import answered, doing_as_told, run
 from lightrl.records import Prompt, Sample
 from lightrl.rewards import NoVerdictError, RewardError, batch_reward, load_reward, score
 from lightrl.rewards.reward_set import make_runner
-from lightrl.rewards.scoring import FailureBudget
+from lightrl.rewards.scoring import FailureBudget, kind_of
 
 
 def sample(index: int, text: str) -> Sample:
@@ -36,7 +36,9 @@ def test_each_sample_gets_its_number_in_order() -> None:
     assert score(load_reward("exact_match"), []) == []
 
 
-@pytest.mark.parametrize(("value", "expected"), [(True, 1.0), (-3, -3.0), (np.float32(0.5), 0.5), (np.int64(2), 2.0)])
+@pytest.mark.parametrize(
+    ("value", "expected"), [(True, 1.0), (-3, -3.0), (np.float32(0.5), 0.5), (np.int64(2), 2.0), (np.True_, 1.0)]
+)
 def test_any_real_number_becomes_a_float(value: Any, expected: float) -> None:
     (reward,) = score(lambda sample: value, [sample(0, "")])
     assert reward == expected
@@ -61,6 +63,11 @@ def test_what_is_not_a_finite_number_is_named(value: Any, shown: str) -> None:
 
     with pytest.raises(RewardError, match=f"'strange' returned {shown} on prompt 7 '.*', sample 2, response 'hello'"):
         score(strange, [sample(7, "hello")])
+
+
+def test_an_object_that_cannot_be_called_is_refused_before_the_run() -> None:
+    with pytest.raises(ValueError, match="'object' is an object that cannot be called: give its class a __call__"):
+        kind_of(object())  # type: ignore[arg-type]
 
 
 def test_a_reward_that_raises_is_named_with_its_cause() -> None:
