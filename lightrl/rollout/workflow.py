@@ -94,13 +94,13 @@ class EnvironmentWorkflow(Workflow):
         for num_turns in range(1, engine.limits.max_turns + 1):
             turn = await engine.generate(episode.ids)
             episode.say(turn)
-            observation, reward, is_over = await _awaited(environment.step(turn.text))
-            episode.earn(float(reward))
+            observation, reward, is_over = _step_of(await _awaited(environment.step(turn.text)))
+            episode.earn(reward)
             if is_over:
                 episode.finish_reason = "stop"  # even if the last turn was cut off, because nothing follows
                 return
             messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
-            heard = engine.encode_messages(messages, after=turn)
+            heard = engine.encode_messages(_require_messages(messages, "step(action)"), after=turn)
             if num_turns == engine.limits.max_turns:
                 episode.finish_reason = "turns"
             elif engine.room([*episode.ids, *heard]) < 1:
@@ -113,11 +113,31 @@ class EnvironmentWorkflow(Workflow):
 def _begun(engine: EngineClient, data: Prompt, opening: Any) -> Episode:
     """Returns an episode that has heard the first observation: a text, or messages after those of the prompt."""
     if opening and not isinstance(opening, str):
-        return Episode(engine.encode_prompt([*data.messages, *opening], tools=()))
+        return Episode(engine.encode_prompt([*data.messages, *_require_messages(opening, "reset(data)")], tools=()))
     episode = Episode(data.token_ids)
     if opening:
         episode.hear(engine.encode(opening))
     return episode
+
+
+def _step_of(result: Any) -> tuple[Any, float, Any]:
+    try:
+        observation, reward, is_over = result
+        return observation, float(reward), is_over
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"The environment's step(action) returned {result!r}. It must return (observation, reward, whether the "
+            "episode is over)."
+        ) from error
+
+
+def _require_messages(observation: Any, source: str) -> Any:
+    """Returns the messages; raises ValueError for anything else, such as the (observation, info) of gymnasium."""
+    if isinstance(observation, list) and all(isinstance(message, Mapping) for message in observation):
+        return observation
+    raise ValueError(
+        f"The environment's {source} gave the observation {observation!r}. It must be a text or a list of messages."
+    )
 
 
 async def _awaited(value: Any) -> Any:

@@ -99,3 +99,10 @@ def test_missing_tensors_are_named() -> None:
     del given["loss_mask"], given["rewards"]
     with pytest.raises(ValueError, match="An episode as a dict has no loss_mask, rewards. It has input_ids, logprobs"):
         episode_of_tensors(given)
+
+
+def test_what_is_no_episode_at_all_is_told() -> None:
+    with pytest.raises(
+        ValueError, match="arun_episode returned 1.0. It must return an Episode, a list of them, a dict"
+    ):
+        episode_of_tensors(1.0)  # type: ignore[arg-type]

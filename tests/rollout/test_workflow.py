@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 from typing import Any
 
@@ -69,6 +70,34 @@ def test_the_context_is_limited() -> None:
     episode = play(9, max_tokens=6)
     assert episode.ids == (3, 13, 5, 12, 5)
     assert episode.finish_reason == "context"
+
+
+class Gymnasium:
+    """Returns what it is told to, by default what environments of gymnasium return."""
+
+    def __init__(self, *, begins: str = "('', {})", steps: str = "('+', 1.0, True, False, {})") -> None:
+        self.begins, self.steps = ast.literal_eval(begins), ast.literal_eval(steps)
+
+    def reset(self, data: Prompt) -> Any:
+        return self.begins
+
+    def step(self, action: str) -> Any:
+        return self.steps
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({}, r"reset\(data\) gave the observation \('', \{\}\)\. It must be a text or a list of messages"),
+        ({"begins": "''"}, r"step\(action\) returned .*True, False.* It must return \(observation, reward, whether"),
+        ({"begins": "''", "steps": "('+', None, False)"}, r"step\(action\) returned \('\+', None, False\)"),
+        ({"begins": "''", "steps": "(5, 1.0, False)"}, r"step\(action\) gave the observation 5"),
+    ],
+)
+def test_what_an_environment_may_not_return_is_told(arguments: dict[str, str], told: str) -> None:
+    workflow = EnvironmentWorkflow(environment=f"{HERE}Gymnasium", **arguments)
+    with pytest.raises(ValueError, match=told):
+        asyncio.run(workflow.arun_episode(client(Recorder()), PROMPT))
 
 
 def load(**options: Any) -> Workflow:
