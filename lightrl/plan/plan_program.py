@@ -38,6 +38,7 @@ from lightrl.plan.peaks import Machine, Models, plan_run
 from lightrl.plan.spread import strategy_name
 from lightrl.plan.text import as_json, size_text, table, verdict
 from lightrl.strategy import strategy_class
+from lightrl.strategy.layout.meshes import MeshSizes, check_mesh
 
 _UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _RESPONSE = 512  # assumed tokens of an example, as data is not read
@@ -92,6 +93,9 @@ def _plan(config: RunConfig, asked: PlanConfig, name: str, *, is_here: bool = Fa
     try:
         machine = machine_of(config, asked, is_here=is_here)
         check_own_options(config, strategy_class(config.strategy))
+        if strategy_name(config, machine.ranks) == "fsdp":
+            sizes = MeshSizes(replicas=config.fsdp.replicate_size, tokens=config.sp_size, tensors=config.tp_size)
+            check_mesh(machine.ranks, sizes)
         models = models_of(config)
         if asked.fit:
             config = _fitting(config, models, machine)

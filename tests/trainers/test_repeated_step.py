@@ -57,6 +57,9 @@ def test_a_step_is_repeated_to_the_bit_from_the_checkpoint_before_it(
     again = built[-1].policy.state_dict()
     assert all(torch.equal(value, again[name]) for name, value in weights.items())
     metrics = tmp_path / "run" / "metrics.jsonl"
+    with pytest.raises(SystemExit, match="2"):
+        recorded_run.replay([str(tmp_path / "run"), "--step", "6"])
+    assert "has 4 steps, so replay takes at most 5, the next one" in capsys.readouterr().err
     metrics.write_text(metrics.read_text().replace('"entropy": ', '"entropy": 7'))
     assert recorded_run.replay([str(tmp_path / "run"), "--step", "3"]) == 1
     assert "entropy was 7" in capsys.readouterr().out
