@@ -39,6 +39,11 @@ class NoEnvironment:
     """Has neither reset nor step."""
 
 
+class Blocking(Workflow):
+    def arun_episode(self, engine: Any, data: Any) -> Any:
+        return None
+
+
 class Abstract(Workflow):
     """Leaves arun_episode out."""
 
@@ -110,6 +115,7 @@ def load(**options: Any) -> Workflow:
         ({"workflow": "enviroment"}, "Unknown workflow 'enviroment'. Did you mean environment"),
         ({"workflow": f"{HERE}Count"}, "is no subclass of lightrl.Workflow"),
         ({"workflow": f"{HERE}Abstract"}, r"does not implement arun_episode\(engine, data\)"),
+        ({"workflow": f"{HERE}Blocking"}, r"waits for no turns: write `async def arun_episode\(...\)`"),
         ({"workflow": "environment"}, "missing a required argument: 'environment'"),
         (
             {"workflow": "environment", "workflow_args": (f"environment={HERE}NoEnvironment",)},
