@@ -158,8 +158,8 @@ def ppo_clip(
 def _clipped_again(terms: Tensor, is_clipped: Tensor, tokens: PolicyTokens, dual_clip: float) -> tuple[Tensor, Tensor]:
     """Limits the terms of tokens with a negative advantage (dual clip)."""
     advantages, ratio = tokens.masked_advantages, torch.exp(tokens.log_ratio.detach())
-    terms = torch.where(advantages < 0, torch.minimum(terms, -dual_clip * advantages), terms)
-    return terms, is_clipped | ((ratio > dual_clip) & (advantages < 0))
+    is_beyond = (ratio > dual_clip) & (advantages < 0)
+    return torch.where(is_beyond, -dual_clip * advantages, terms), is_clipped | is_beyond
 
 
 def cispo(tokens: PolicyTokens, *, clip_low: float = 1.0, clip_high: float = 4.0) -> TokenLoss:
@@ -206,11 +206,11 @@ def cpgd(
     log_ratio, advantages = tokens.log_ratio, tokens.masked_advantages
     lowest = math.log1p(-clip_low) if clip_low < 1 else -math.inf
     highest = math.log1p(clip_high)
-    improvement = torch.minimum(log_ratio * advantages, log_ratio.clamp(lowest, highest) * advantages)
     fixed = log_ratio.detach()
+    is_clipped = ((fixed < lowest) & (advantages < 0)) | ((fixed > highest) & (advantages > 0))
+    improvement = torch.where(is_clipped, fixed.clamp(lowest, highest), log_ratio) * advantages
     pull = torch.expm1(fixed).clamp(max=drift_clip)
     drift = pull * torch.where(tokens.mask, tokens.logprobs, 0.0)
-    is_clipped = ((fixed < lowest) & (advantages < 0)) | ((fixed > highest) & (advantages > 0))
     return token_loss(-improvement + drift_coef * drift, log_ratio, is_clipped, tokens.mask)
 
 
@@ -260,10 +260,11 @@ def clipped_terms(log_ratio: Tensor, advantages: Tensor, *, clip_low: float, cli
     """Returns -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) of each token, and which tokens get no gradient."""
     require_clip_range(clip_low, clip_high)
     ratio = torch.exp(log_ratio)
-    terms = -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     fixed = ratio.detach()
     is_clipped = ((fixed < 1 - clip_low) & (advantages < 0)) | ((fixed > 1 + clip_high) & (advantages > 0))
-    return terms, is_clipped
+    # Not minimum(): on the bound, where both are equal, its gradient and that of clamp() depend on torch's version.
+    held = torch.where(is_clipped, fixed.clamp(1 - clip_low, 1 + clip_high), ratio)
+    return -held * advantages, is_clipped
 
 
 def _require_dual_clip(dual_clip: float, clip_high: float) -> None:

@@ -46,5 +46,6 @@ def value_loss(
         held_errors = (old_values + moved.clamp(-clip, clip) - returns).square()
         # Both conditions are needed: old + (V - old) equals V only up to rounding.
         is_clipped = (moved.detach().abs() > clip) & (held_errors.detach() > errors.detach())
-        errors = torch.maximum(errors, held_errors)
+        # Not maximum(): where both are equal, its gradient and that of clamp() depend on torch's version.
+        errors = torch.where(is_clipped | held_errors.isnan(), held_errors, errors)
     return ValueLoss(terms=0.5 * errors, is_clipped=is_clipped & mask)
