@@ -290,7 +290,7 @@ class DataConfig(PromptFieldsConfig):
     """Field of a line that holds the prompt: a string, or a list of chat messages. If a line has no such field, its
     field "messages" is read."""
     answer_field: str = "answer"
-    """Field that the reward compares with."""
+    """Field that the reward compares with. A field inside another is named as reward_model.ground_truth."""
     image_field: str = "images"
     """Field with the path of an image or a list of paths, relative to the data file. Empty: read no images."""
     video_field: str = "videos"

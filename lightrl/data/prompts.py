@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightrl.builtin.task import heldout_problems, train_problems, with_pairs, with_responses
-from lightrl.data.json_records import Record, field_names, parse_json, require_object
+from lightrl.data.json_records import Record, field_names, inner_value, parse_json, require_object
 from lightrl.data.media import absolute_paths, image_size, media_folder, video_size
 from lightrl.data.mixture import files_of, parts_of
 from lightrl.data.reasoning_tasks import PREFIX, reasoning_records
@@ -151,7 +151,7 @@ def build_prompts(
             text=text,
             token_ids=tuple(token_ids),
             messages=({"role": "user", "content": value},) if isinstance(value, str) else tuple(value),
-            answer=record.get(answer_field),
+            answer=record[answer_field] if answer_field in record else inner_value(record, answer_field),
             fields={name: other for name, other in record.items() if name not in (field, answer_field)},
         )
         if media is not None and (media.processor or any(record.get(name) is not None for name in media_fields)):
@@ -171,7 +171,7 @@ def _cannot_build(records: Sequence[LocatedRecord], chat_template: str) -> Value
 
 def require_field(records: Sequence[LocatedRecord], field: str, option: str) -> None:
     """Raises ValueError if no record has the field that an option names."""
-    if all(record.get(field) is None for record, _ in records):
+    if all(inner_value(record, field) is None for record, _ in records):
         found = ", ".join(field_names(*(record for record, _ in records)))
         raise ValueError(f"No record has the field {field!r} ({option}). They have {found}.")
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from lightrl.comm import found_world
+from lightrl.data.json_records import inner_value
 from lightrl.metrics import Statistics
 from lightrl.records import ScoredGroup
 from lightrl.rewards.scoring import has_reward
@@ -61,7 +62,8 @@ def describe_groups(
             continue
         _describe(rewards, len(group.rewards), statistics, ks, prefix)
         if source_field:
-            source = group.samples[0].prompt.fields.get(source_field, "other")
+            found = inner_value(group.samples[0].prompt.fields, source_field)
+            source = "other" if found is None else found
             _describe(rewards, len(group.rewards), statistics, ks, f"{prefix}{source}/")
 
 

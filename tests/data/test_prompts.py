@@ -232,6 +232,19 @@ def test_other_names_for_the_fields() -> None:
     assert (prompt.text, prompt.answer, prompt.fields) == ("add", 5, {"prompt": "kept"})
 
 
+def test_an_answer_inside_another_field() -> None:
+    inside = {"style": "rule", "ground_truth": 5}
+    records = at({"prompt": "add", "reward_model": inside}, {"prompt": "two", "reward_model.ground_truth": 6})
+    records += at({"prompt": "add", "reward_model": "5"})
+    name = "reward_model.ground_truth"
+    prompts = build_prompts(records, word_tokenizer(), answer_field=name, max_prompt_tokens=9)
+    assert [prompt.answer for prompt in prompts] == [5, 6, None]
+    assert prompts[0].fields == {"reward_model": inside}
+    require_field(records, name, "--data.answer_field")
+    with pytest.raises(ValueError, match=r"No record has the field 'reward_model.truth'"):
+        require_field(records, "reward_model.truth", "--data.answer_field")
+
+
 @pytest.mark.parametrize("chat_template", ["auto", "always"])
 def test_a_string_becomes_one_user_message_with_a_single_bos(chat_template: Any) -> None:
     (prompt,) = build_prompts(

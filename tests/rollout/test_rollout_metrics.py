@@ -77,3 +77,5 @@ def test_nothing_to_measure_gives_no_mean() -> None:
     single = evaluate([group(0, [1.0])], source_field="missing")
     assert single["other/accuracy"] == 1.0
     assert "avg@1" not in single  # that is the accuracy
+    inside = evaluate([group(0, [1.0], info={"level": 3})], source_field="info.level")
+    assert inside["3/accuracy"] == 1.0
