@@ -107,7 +107,8 @@ class RunFolder:
 def open_folder(config: RunConfig, kind: str, comm: Comm) -> tuple[RunFolder, Path | None]:
     """Returns folder and checkpoint. Rank 0 decides, as ranks may see different files; its errors reach all ranks.
 
-    Raises ValueError on every rank if one has other options: they would wait in different places, or train apart.
+    Raises ValueError on every rank if one has other options: they would wait in different places, or train apart. Only
+    the folders may differ, as that of rank 0 is used.
     """
     folder, checkpoint, problem = RunFolder(Path()), None, ""
     if comm.is_main:
@@ -121,7 +122,7 @@ def open_folder(config: RunConfig, kind: str, comm: Comm) -> tuple[RunFolder, Pa
         except (ValueError, OSError) as error:
             disown(folder.root)
             problem = str(error)
-    found = comm.all_gather_object((folder, checkpoint, problem, as_dict(config)))
+    found = comm.all_gather_object((folder, checkpoint, problem, as_dict(config) | {"output_dir": ""}))
     folder, checkpoint, problem, _ = found[0]
     if problem or any(options != found[0][3] for *_, options in found):
         raise ValueError(problem or earlier_run.different_ranks([options for *_, options in found]))

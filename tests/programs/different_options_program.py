@@ -1,4 +1,4 @@
-"""A run whose ranks are started with different options: argv[1] is its folder."""
+"""A run whose ranks are started with different options: argv[1] is the folder, for later ranks the beginning of it."""
 
 import os
 import sys
@@ -9,4 +9,5 @@ from lightrl.trainers.grpo import GRPOTrainer
 
 if __name__ == "__main__":
     rank = int(os.environ["RANK"])
-    run_trainer(GRPOTrainer, GRPOConfig(max_steps=2 + rank, eval=EvalConfig(n=1 + rank), output_dir=sys.argv[1]))
+    folder = sys.argv[1] + "-other" * rank
+    run_trainer(GRPOTrainer, GRPOConfig(max_steps=2 + rank, eval=EvalConfig(n=1 + rank), output_dir=folder))

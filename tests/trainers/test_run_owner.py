@@ -169,4 +169,5 @@ def test_ranks_that_were_started_with_other_options_are_refused(tmp_path: Path) 
     said = run_spmd(program, str(tmp_path / "run"), world_size=2, timeout_s=120, expect_failure=True)
     told = "The ranks have different options: --max_steps is 2 on rank 0 and 3 on rank 1; --eval.n is 1 on rank 0 and 2"
     assert told in " ".join(said.split())
+    assert "--output_dir" not in said
     assert not (tmp_path / "run").exists()
