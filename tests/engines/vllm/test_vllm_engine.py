@@ -134,6 +134,26 @@ def test_weights_stay_exact_over_updates_and_sleeps(family, folders) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
+def test_the_way_that_weights_come_to_experts_on_a_gpu(family, folders) -> None:
+    """A reload of the whole model. On a CPU vLLM does not pack experts again, so the adapter does, as for any load.
+
+    It comes before the tests of `ready`: beside another engine vLLM makes no group of ranks for the experts.
+    """
+    source = load_tiny_model(family, folders(family))
+    engine = build(source)
+    assert reloads_experts(engine.engine._llm) == (family == "experts")
+    engine.engine._packs_experts = True
+    for version in range(3):
+        engine.update_weights(source.named_parameters(), version)
+        assert largest_difference(source, engine.generate(PROMPTS, [SamplingParams(max_new_tokens=8)] * 3)) < 1e-5
+        shake(source, seed=version)
+    pairs = [pair for pair in source.named_parameters() if pair[0] != "model.norm.weight"]
+    with pytest.raises(WeightSyncError, match="missing model.norm.weight"):
+        engine.update_weights(pairs, 4)
+    engine.close()
+
+
 VICTIMS = {
     "tied": ["model.layers.1.self_attn.k_proj.weight", "model.embed_tokens.weight", "model.norm.weight"],
     "untied": ["model.layers.0.self_attn.v_proj.bias", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"],
@@ -189,23 +209,6 @@ def test_two_parameters_of_one_shape_that_change_places_are_both_named(ready) ->
             engine.update_weights(source.named_parameters(), 4)
     finally:
         del model.load_weights
-
-
-@pytest.mark.parametrize("family", TEXT_FAMILIES)
-def test_the_way_that_weights_come_to_experts_on_a_gpu(family, folders) -> None:
-    """A reload of the whole model. On a CPU vLLM does not pack experts again, so the adapter does, as for any load."""
-    source = load_tiny_model(family, folders(family))
-    engine = build(source)
-    assert reloads_experts(engine.engine._llm) == (family == "experts")
-    engine.engine._packs_experts = True
-    for version in range(3):
-        engine.update_weights(source.named_parameters(), version)
-        assert largest_difference(source, engine.generate(PROMPTS, [SamplingParams(max_new_tokens=8)] * 3)) < 1e-5
-        shake(source, seed=version)
-    pairs = [pair for pair in source.named_parameters() if pair[0] != "model.norm.weight"]
-    with pytest.raises(WeightSyncError, match="missing model.norm.weight"):
-        engine.update_weights(pairs, 4)
-    engine.close()
 
 
 def test_what_is_wrong_with_the_pairs_is_named_and_all_of_them_are_consumed(ready) -> None:
