@@ -121,7 +121,7 @@ class SGLangEngine(InferenceEngine):
         context = getattr(text_config, "max_position_embeddings", None)
         self._reports = self._new_folder()
         try:
-            self._make_room("weights")  # SGLang takes a share of what is free
+            self._free_for("weights")  # SGLang takes a share of what is free
             self._traits = self._together(lambda: self._start(source, context))
             self._media = self._media_of(self._traits.model_path)
         except Exception:
@@ -405,11 +405,11 @@ class SGLangEngine(InferenceEngine):
         self._require_open("wake")
         tags = sorted(self._released.intersection(_TAGS[part]))
         if tags:
-            self._make_room(part)
+            self._free_for(part)
             self._together(lambda: self._resume(tags))
             self._released -= set(tags)
 
-    def _make_room(self, part: EnginePart) -> None:
+    def _free_for(self, part: EnginePart) -> None:
         """Gives back what the ranks have cached; raises OutOfMemoryError on every rank if the part still does not fit.
 
         SGLang's processes cannot use what others have cached, and end if a part that they resume does not fit.
