@@ -44,7 +44,7 @@ def require_object(value: Any, where: str) -> Record:
 
 
 def inner_value(record: Mapping[str, Any], field: str) -> Any:
-    """Returns a field's value, or that of a field inside a field, named as reward_model.ground_truth; None if none."""
+    """Returns a field's value, or that of a field inside a field, named as reward_model.ground_truth; else None."""
     if field in record:
         return record[field]
     outer, _, inner = field.partition(".")

@@ -49,7 +49,7 @@ def _nothing_to_compare_with(answer: object) -> ValueError:
     if isinstance(answer, list | dict):
         shown = str(answer)[:80]
         return ValueError(
-            f"the prompt's answer {shown} is no text or number: write a reward of your own to compare with it"
+            f"the prompt's answer {shown} is neither a text nor a number: write a reward of your own to compare with it"
         )
     return ValueError("the prompt has no answer to compare with (--data.answer_field names the field that holds it)")
 

@@ -155,7 +155,9 @@ def load_workflow(config: WorkflowConfig) -> Workflow:
     if inspect.isabstract(found):
         raise ValueError(f"The workflow {config.workflow!r} does not implement arun_episode(engine, data).")
     if not inspect.iscoroutinefunction(inspect.unwrap(found.arun_episode)):
-        raise ValueError(f"The workflow {config.workflow!r} waits for no turns: write `async def arun_episode(...)`.")
+        raise ValueError(
+            f"arun_episode of the workflow {config.workflow!r} is not async: write `async def arun_episode`."
+        )
     arguments = named_values(config.workflow_args, "rollout.workflow_args")
     try:
         inspect.signature(found).bind(**arguments)

@@ -270,14 +270,14 @@ class ForeignNames(ForwardNames, ABC):
         """Reads the tag, or the newest complete checkpoint; returns (path, client_state)."""
 
     def save_checkpoint(self: Native, save_path: str, step: int = 0) -> None:
-        """Saves the trained model as the checkpoint of a step; what is in host memory comes to the device for it."""
+        """Saves the trained model as the checkpoint of a step; offloaded parts are loaded for it."""
         self.set_global_step(step)
         trained = self.trained.entry(None)
         with self.residency.of_optimizer(trained.optimizer).on_device():
             self.save_ckpt(trained.model, save_path, max_mem=0)
 
     def load_checkpoint(self: Native, load_path: str) -> Any:
-        """Loads the newest checkpoint into the trained model; what is in host memory comes to the device for it."""
+        """Loads the newest checkpoint into the trained model; offloaded parts are loaded for it."""
         trained = self.trained.entry(None)
         with self.residency.of_optimizer(trained.optimizer).on_device():
             return self.load_ckpt(trained.model, load_path)

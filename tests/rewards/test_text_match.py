@@ -143,5 +143,5 @@ def test_no_answer_is_refused(answer: object) -> None:
 
 @pytest.mark.parametrize("answer", [["42", "43"], {"ground_truth": "42"}, []])
 def test_an_answer_that_is_no_text_is_refused(answer: object) -> None:
-    with pytest.raises(ValueError, match="is no text or number: write a reward of your own"):
+    with pytest.raises(ValueError, match="is neither a text nor a number: write a reward of your own"):
         exact_match(answered("42", answer))

@@ -115,7 +115,7 @@ def load(**options: Any) -> Workflow:
         ({"workflow": "enviroment"}, "Unknown workflow 'enviroment'. Did you mean environment"),
         ({"workflow": f"{HERE}Count"}, "is no subclass of lightrl.Workflow"),
         ({"workflow": f"{HERE}Abstract"}, r"does not implement arun_episode\(engine, data\)"),
-        ({"workflow": f"{HERE}Blocking"}, r"waits for no turns: write `async def arun_episode\(...\)`"),
+        ({"workflow": f"{HERE}Blocking"}, "is not async: write `async def arun_episode`"),
         ({"workflow": "environment"}, "missing a required argument: 'environment'"),
         (
             {"workflow": "environment", "workflow_args": (f"environment={HERE}NoEnvironment",)},

@@ -55,13 +55,6 @@ def known_arguments() -> set[str]:
     return {item.name for item in dataclasses.fields(EngineArgs)}
 
 
-def fits_context() -> bool:
-    """Returns whether vLLM takes -1 as the model's context, or as much of it as the KV cache can hold (0.13)."""
-    from vllm.v1.core import kv_cache_utils
-
-    return hasattr(kv_cache_utils, "_auto_fit_max_model_len")
-
-
 def llm_arguments(
     options: StrategyOptions,
     *,
@@ -92,8 +85,8 @@ def llm_arguments(
         arguments["mm_processor_cache_gb"] = 0  # a prompt is processed once for all of its samples anyway
     # A step that is scheduled ahead would run with other weights than its tokens' version says.
     arguments["async_scheduling"] = False
-    if fits_context():
-        arguments["max_model_len"] = -1  # a long context would need more memory than many runs give the engine
+    # As much of the model's context as fits: a long one would need more memory than many runs give the engine.
+    arguments["max_model_len"] = -1
     if device.type == "cuda":
         arguments |= {
             "enable_sleep_mode": options.engine_sleep_level > 0,

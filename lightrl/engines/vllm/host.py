@@ -285,8 +285,6 @@ def keep_unnamed_tensors(llm: Any) -> None:
     """
     from vllm import device_allocator
 
-    if not hasattr(device_allocator, "DEFERRABLE_TAGS"):  # an older vLLM never wakes memory with any other tag
-        return
     allocator: Any = device_allocator.get_mem_allocator_instance()
     (named,) = llm.apply_model(_named_addresses)
     for pool, _ in allocator.allocator_and_pools.get("weights", ()):
@@ -310,7 +308,7 @@ def keep_allocators() -> None:
     owner = getattr(sys.modules.get("vllm.device_allocator.cumem"), "CuMemAllocator", None)
     pools: dict[str, Any] = getattr(getattr(owner, "instance", None), "allocator_and_pools", {})
     for made in pools.values():
-        _kept_allocators.extend(allocator for _, allocator in (made if isinstance(made, list) else [made]))
+        _kept_allocators.extend(allocator for _, allocator in made)
 
 
 # ---- The end

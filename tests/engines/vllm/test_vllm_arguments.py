@@ -29,7 +29,6 @@ def test_unknown_and_reserved_arguments_are_refused_by_name() -> None:
 
 def test_arguments_of_a_cpu_and_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightrl.engines.vllm.arguments.known_arguments", lambda: KNOWN)
-    monkeypatch.setattr("lightrl.engines.vllm.arguments.fits_context", lambda: True)
     options = StrategyOptions(engine_mem_fraction=0.3, dtype="bfloat16", engine_args=("max_num_seqs=7",))
     shared = {"model": "m", "tp_size": 2, "is_distributed": True, "takes_media": False}
     cpu = llm_arguments(options, device=torch.device("cpu"), **shared)
@@ -53,5 +52,3 @@ def test_arguments_of_a_cpu_and_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "distributed_executor_backend" not in alone
     assert alone["limit_mm_per_prompt"]["image"] > 1
     assert alone["skip_tokenizer_init"] is False
-    monkeypatch.setattr("lightrl.engines.vllm.arguments.fits_context", lambda: False)
-    assert "max_model_len" not in llm_arguments(options, device=torch.device("cuda", 0), **shared)

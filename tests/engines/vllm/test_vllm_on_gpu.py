@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from lightrl.config import StrategyOptions
 from lightrl.engines.base import create_engine
 from lightrl.engines.vllm import host
-from lightrl.engines.vllm.arguments import fits_context
 from lightrl.imports import is_installed
 
 if not is_installed("vllm"):
@@ -104,22 +103,8 @@ def test_a_deep_sleep_keeps_tensors_that_have_no_name(allocator: Any, keeps: boo
     assert not any(data.is_asleep for data in allocator.pointer_to_data.values())
 
 
-def test_an_older_vllm_is_left_as_it_is(allocator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm import device_allocator
-
-    monkeypatch.delattr(device_allocator, "DEFERRABLE_TAGS")
-    model = TinyModel()
-    allocator.hold(model.tensors())
-    host.keep_unnamed_tensors(SimpleNamespace(apply_model=lambda function: [function(model)]))
-    assert tags(allocator) == {"weights"}
-
-
-@pytest.mark.parametrize(
-    ("pools", "kept"),
-    [({"weights": [("pool", "one"), ("pool", "other")]}, ["one", "other"]), ({"weights": ("pool", "one")}, ["one"])],
-    ids=["now", "in older versions"],
-)
-def test_allocators_outlive_the_engine(pools: Any, kept: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocators_outlive_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools, kept = {"weights": [("pool", "one"), ("pool", "other")]}, ["one", "other"]
     from vllm.device_allocator.cumem import CuMemAllocator
 
     monkeypatch.setattr(CuMemAllocator, "instance", SimpleNamespace(allocator_and_pools=pools))
@@ -173,7 +158,9 @@ def test_a_wake_up_without_memory_can_be_tried_again(engine: Any) -> None:
 
 
 def test_vllm_fits_the_context_into_its_memory() -> None:
-    assert fits_context()
+    from vllm.v1.core import kv_cache_utils
+
+    assert hasattr(kv_cache_utils, "_auto_fit_max_model_len")  # what -1 as max_model_len asks for
 
 
 def test_models_have_tensors_without_a_name(tmp_path: Path) -> None:
