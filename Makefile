@@ -32,7 +32,7 @@ smoke:  ## run a few GRPO steps on two ranks
 	OMP_NUM_THREADS=1 $(PYTHON) -m torch.distributed.run --standalone --nproc_per_node $(NPROC) \
 		scripts/train_grpo.py --strategy fsdp --max_steps 4 --eval.every 0 --checkpoint.every 0
 
-exact:  ## print the hashes of exact runs over ranks, strategies and micro-batches; it takes about 20 minutes
+exact:  ## print the hashes of exact runs over ranks, strategies and micro-batches; it takes about 25 minutes
 	OMP_NUM_THREADS=1 $(PYTHON) benchmarks/exact_grid.py
 
 docs:  ## build the documentation into site/; a broken link is an error

@@ -123,10 +123,14 @@ def compare_decoding(name: str, rank: int, rounds: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="mid")
-    parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--model", choices=list(SHAPES), default="mid", help="random model; toy is decoded, too (default: %(default)s)"
+    )
+    parser.add_argument("--rank", type=int, default=8, help="rank of the adapters (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="turns of each side, of which the median counts (default: %(default)s)"
+    )
     options = parser.parse_args()
     pairs = [served(options.model, options.rank, is_unmerged=flag) for flag in (False, True)]
     seconds: tuple[list[float], list[float]] = ([], [])

@@ -87,7 +87,13 @@ def verdict(name: str, ratio: float, baselines: dict[str, dict[str, float]]) -> 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=sorted(BENCHMARKS), default=sorted(BENCHMARKS))
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=sorted(BENCHMARKS),
+        default=sorted(BENCHMARKS),
+        help="benchmarks to run (default: all)",
+    )
     parser.add_argument("--update", action="store_true", help="write the ratios into baselines.json")
     args = parser.parse_args()
     baselines: dict[str, dict[str, float]] = json.loads(BASELINES.read_text()) if BASELINES.exists() else {}

@@ -220,11 +220,19 @@ def write_inputs(folder: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
-    parser.add_argument("--max_ranks", type=int, default=4)
-    parser.add_argument("--kills_per_run", type=int, default=10, help="a run that was killed so often may finish")
+    parser.add_argument("--kills", type=int, default=100, help="kills in total (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all draws (default: %(default)s)")
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        choices=list(KINDS),
+        default=list(KINDS),
+        help="algorithms, which take turns (default: both)",
+    )
+    parser.add_argument("--max_ranks", type=int, default=4, help="most ranks of a start (default: %(default)s)")
+    parser.add_argument(
+        "--kills_per_run", type=int, default=10, help="kills after which a run may finish (default: %(default)s)"
+    )
     parser.add_argument("--agents", action="store_true", help="also kill torchrun itself")
     parser.add_argument("--exact", action="store_true", help="compare hashes, with --exact True")
     options = parser.parse_args(argv)

@@ -171,9 +171,21 @@ class Worker:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engines", nargs="+", default=["native", "vllm", "hf"])
-    parser.add_argument("--model", choices=["toy", "mid"], default="toy", help="0.8 or 42 million parameters")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--engines",
+        nargs="+",
+        default=["native", "vllm", "hf"],
+        help="native, vllm, sglang or hf, each with =PYTHON for another interpreter (default: native vllm hf)",
+    )
+    parser.add_argument(
+        "--model",
+        choices=["toy", "mid"],
+        default="toy",
+        help="random model: toy has 0.8 and mid 42 million parameters (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="turns of each side, of which the median counts (default: %(default)s)"
+    )
     parser.add_argument("--worker", nargs=2, metavar=("NAME", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:

@@ -107,10 +107,12 @@ def in_a_process(task: str, is_exact: bool, steps: int, threads: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="turns of each side, of which the median counts (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=12, help="steps or updates of a run (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the process (default: %(default)s)")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="what to train (default: both)")
     parser.add_argument("--child", choices=TASKS, help=argparse.SUPPRESS)
     parser.add_argument("--exact", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()

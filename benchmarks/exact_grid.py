@@ -68,8 +68,16 @@ def run(recipe: str, setting: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument(
+        "--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="algorithms and options (default: all)"
+    )
+    parser.add_argument(
+        "--settings",
+        nargs="+",
+        choices=SETTINGS,
+        default=list(SETTINGS),
+        help="numbers of ranks with a strategy (default: all)",
+    )
     arguments = parser.parse_args()
     is_equal = True
     for recipe in arguments.recipes:

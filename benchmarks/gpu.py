@@ -101,10 +101,29 @@ def decode(name: str, device: torch.device, bandwidth_tb: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=["0.6b", "4b"])
-    parser.add_argument("--lengths", type=int, nargs="+", default=[16_384, 65_536])
-    parser.add_argument("--peak_tflops", type=float, default=989.0)
-    parser.add_argument("--bandwidth_tb", type=float, default=3.35)
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=list(SHAPES),
+        default=["0.6b", "4b"],
+        help="shapes, named by their size (default: 0.6b 4b)",
+    )
+    parser.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=[16_384, 65_536],
+        help="tokens of the trained sequences (default: 16384 65536)",
+    )
+    parser.add_argument(
+        "--peak_tflops",
+        type=float,
+        default=989.0,
+        help="peak of the device in bfloat16, for MFU (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--bandwidth_tb", type=float, default=3.35, help="TB/s of the device's memory (default: %(default)s)"
+    )
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     failed = 0

@@ -75,10 +75,24 @@ def measure(num_prompts: int, num_ranks: int, num_runs: int, args: argparse.Name
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, nargs="*", default=[8, 64, 512])
-    parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2, 4, 8])
-    parser.add_argument("--per_rank", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument(
+        "--prompts",
+        type=int,
+        nargs="*",
+        default=[8, 64, 512],
+        help="prompts of a step in one process; none: leave this out (default: 8 64 512)",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        nargs="*",
+        default=[1, 2, 4, 8],
+        help="numbers of ranks; none: leave this out (default: 1 2 4 8)",
+    )
+    parser.add_argument("--per_rank", type=int, default=64, help="prompts of each rank (default: %(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=12, help="steps of a run, of which two are a warm-up (default: %(default)s)"
+    )
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     args, args.options = parser.parse_known_args()
     if args.child:

@@ -218,11 +218,15 @@ def in_a_process(system: str, args: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=["addition", *RANDOM], default="addition")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1, help="of each rank")
-    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument(
+        "--task", choices=["addition", *RANDOM], default="addition", help="data and model (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=40, help="steps of a run (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="turns of each side, of which the median counts (default: %(default)s)"
+    )
+    parser.add_argument("--threads", type=int, default=1, help="threads of each rank (default: %(default)s)")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks of ddp, on both sides (default: %(default)s)")
     parser.add_argument("--child", choices=list(SYSTEMS), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:

@@ -81,10 +81,12 @@ def digest_of(flags: Sequence[str], folder: Path, world: int, killed_at: int = 0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
-    parser.add_argument("--lr", type=float, nargs="+", default=[0.0, 1e-3])
-    parser.add_argument("--kills", type=int, default=1, help="killed runs of each kind")
+    parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 3], help="numbers of ranks (default: 1 2 3)")
+    parser.add_argument(
+        "--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES), help="schedules (default: all)"
+    )
+    parser.add_argument("--lr", type=float, nargs="+", default=[0.0, 1e-3], help="learning rates (default: 0 0.001)")
+    parser.add_argument("--kills", type=int, default=1, help="killed runs of each kind (default: %(default)s)")
     options = parser.parse_args(arguments)
     draw, num_wrong = random.Random(0), 0
     with tempfile.TemporaryDirectory() as name:

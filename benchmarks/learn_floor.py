@@ -139,10 +139,18 @@ def show_top(learner: Learner, count: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=("toy", "mid"), default=["toy", "mid"])
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--top", type=int, default=0)
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=("toy", "mid"),
+        default=["toy", "mid"],
+        help="toy and mid, as above (default: both)",
+    )
+    parser.add_argument("--threads", type=int, default=1, help="threads of the process (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="turns of each side, of which the median counts (default: %(default)s)"
+    )
+    parser.add_argument("--top", type=int, default=0, help="number of operations to list (default: %(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     square = torch.randn(SIDE, SIDE)

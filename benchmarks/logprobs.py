@@ -68,16 +68,21 @@ def measure_in_own_process(way: str) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--positions", type=int, default=2048)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--vocab", type=int, default=151_936)
-    parser.add_argument("--dtype", default="float32")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--positions", type=int, default=2048, help="scored positions (default: %(default)s)")
+    parser.add_argument("--hidden", type=int, default=256, help="width of the hidden states (default: %(default)s)")
+    parser.add_argument("--vocab", type=int, default=151_936, help="size of the vocabulary (default: %(default)s)")
+    parser.add_argument("--dtype", default="float32", help="type of hidden states and weight (default: %(default)s)")
     parser.add_argument(
-        "--entropy-weight", type=float, default=0.0, help="of the entropy in the loss; 0 only reports it"
+        "--entropy-weight",
+        type=float,
+        default=0.0,
+        help="weight of the entropy in the loss; with 0 it is computed without a gradient (default: %(default)s)",
     )
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2, help="threads of the process (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="turns of each side, of which the median counts (default: %(default)s)"
+    )
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.way:

@@ -150,10 +150,16 @@ def serve(engine: str, steps: int) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["checkpoints", "engines"])
-    parser.add_argument("--families", nargs="+", choices=[*LAYOUTS], default=[*LAYOUTS])
-    parser.add_argument("--engine", default="vllm")
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("what", choices=["checkpoints", "engines"], help="what to repeat")
+    parser.add_argument(
+        "--families",
+        nargs="+",
+        choices=[*LAYOUTS],
+        default=[*LAYOUTS],
+        help="families of models, for checkpoints (default: all)",
+    )
+    parser.add_argument("--engine", default="vllm", help="engine, for engines (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=3, help="steps of a run, for engines (default: %(default)s)")
     chosen = parser.parse_args()
     if chosen.what == "checkpoints":
         arrived = [move(family) for family in chosen.families]

@@ -265,7 +265,7 @@ def _summary(error: BaseException) -> str:
 def main() -> None:
     """Prints a table of the types given, or of all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("types", nargs="*")
+    parser.add_argument("types", nargs="*", help="model types of transformers (default: all)")
     chosen = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)

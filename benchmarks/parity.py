@@ -64,8 +64,10 @@ def differences(found: Trained, wanted: Trained) -> tuple[float, float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument(
+        "--world", type=int, default=2, help="ranks of every strategy but single (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps (default: %(default)s)")
     arguments = parser.parse_args()
     plain = {
         name: plain_training(VARIANTS[name].make_optimizer, VARIANTS[name].max_norm, steps=arguments.steps)

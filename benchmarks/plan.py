@@ -137,7 +137,9 @@ def compare(setting: Setting, model: str, *, shows_parts: bool) -> dict[str, lis
 def main() -> int:
     """Prints a row for each setting."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=[], help="words that must be in the name of a setting")
+    parser.add_argument(
+        "--only", nargs="*", default=[], help="words that must all be in the name of a setting (default: every setting)"
+    )
     parser.add_argument("--parts", action="store_true", help="show what each prediction is made of")
     args = parser.parse_args()
     sys.path.insert(0, str(PROGRAM.parent))

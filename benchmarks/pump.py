@@ -72,11 +72,19 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=sorted(SHAPES), default=["toy", "mid"])
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--num_prompts", type=int, default=16)
-    parser.add_argument("--group_size", type=int, default=8)
-    parser.add_argument("--max_new_tokens", type=int, default=64)
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=sorted(SHAPES),
+        default=["toy", "mid"],
+        help="random models: toy has 0.8 and mid 42 million parameters (default: both)",
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="turns of each side, of which the median counts (default: %(default)s)"
+    )
+    parser.add_argument("--num_prompts", type=int, default=16, help="prompts of a turn (default: %(default)s)")
+    parser.add_argument("--group_size", type=int, default=8, help="samples of a prompt (default: %(default)s)")
+    parser.add_argument("--max_new_tokens", type=int, default=64, help="tokens of a sample (default: %(default)s)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for name in arguments.models:

@@ -93,8 +93,13 @@ def rows_of(recipe: str, seed: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipes", nargs="+", default=recipe_names())
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--recipes",
+        nargs="+",
+        default=recipe_names(),
+        help="names of files in configs/ (default: all that expect a result)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the runs (default: %(default)s)")
     arguments = parser.parse_args()
     print("| recipe | steps | samples | metric | before | by half-way | after | expected |")
     print("|---|---|---|---|---|---|---|---|")

@@ -261,9 +261,21 @@ def keep_best(text: str, row: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", nargs="+", choices=[task.recipe for task in TASKS], default=None)
-    parser.add_argument("--systems", nargs="+", choices=["lightrl", "trl"], default=["lightrl", "trl"])
-    parser.add_argument("--write", action="store_true", help="Keep what is faster in benchmarks/records.md.")
+    parser.add_argument(
+        "--tasks",
+        nargs="+",
+        choices=[task.recipe for task in TASKS],
+        default=None,
+        help="recipes to time (default: all)",
+    )
+    parser.add_argument(
+        "--systems",
+        nargs="+",
+        choices=["lightrl", "trl"],
+        default=["lightrl", "trl"],
+        help="sides to time (default: both)",
+    )
+    parser.add_argument("--write", action="store_true", help="keep what is faster in benchmarks/records.md")
     parser.add_argument("--child", choices=["lightrl", "trl"], help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()

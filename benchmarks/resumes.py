@@ -65,7 +65,13 @@ def differences(folder: Path, other: Path) -> tuple[float, float]:
 def main() -> None:
     """Prints a row for each layout and the one that continues it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        choices=LAYOUTS,
+        default=list(LAYOUTS),
+        help="ranks with a strategy, in the order in which they continue one another (default: all)",
+    )
     args = parser.parse_args()
     is_equal = True
     print("| Saved by | Continued by | Weights differ by | Losses differ by |\n|---|---|---|---|", flush=True)

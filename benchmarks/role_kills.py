@@ -209,14 +209,26 @@ def _import_once(folder: Path) -> None:
 def main() -> None:
     """Prints a row per kill and a sum; exit code 1 if one was bad."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument("--worlds", nargs="+", default=["1+1", "2+1", "1+2"])
-    parser.add_argument("--bounds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--per_run", type=int, default=3, help="kills of a run before it may go on to its end")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kills", type=int, default=30, help="kills in total (default: %(default)s)")
     parser.add_argument(
-        "--launcher", choices=get_args(Launcher), default="torchrun", help="who starts and ends the ranks"
+        "--worlds",
+        nargs="+",
+        default=["1+1", "2+1", "1+2"],
+        help="ranks that train + ranks that generate (default: 1+1 2+1 1+2)",
+    )
+    parser.add_argument(
+        "--bounds", type=int, nargs="+", default=[0, 1], help="values of --rollout.max_staleness (default: 0 1)"
+    )
+    parser.add_argument("--steps", type=int, default=40, help="steps of a run (default: %(default)s)")
+    parser.add_argument(
+        "--per_run", type=int, default=3, help="kills after which a run may go on to its end (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of all draws (default: %(default)s)")
+    parser.add_argument(
+        "--launcher",
+        choices=get_args(Launcher),
+        default="torchrun",
+        help="program that starts and ends the ranks (default: %(default)s)",
     )
     parser.add_argument("--verbose", action="store_true", help="show what the killed runs print")
     args = parser.parse_args()

@@ -45,13 +45,20 @@ def waiting_share(rows: list[dict[str, float]]) -> tuple[float, float]:
 def main() -> None:
     """Prints each run, and the median share of each bound."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--world", default="1+1", help="ranks that train + ranks that generate")
-    parser.add_argument("--bounds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--eval_every", type=int, default=0)
+    parser.add_argument("--world", default="1+1", help="ranks that train + ranks that generate (default: %(default)s)")
     parser.add_argument(
-        "--option", action="append", default=[], help="of the trainer, such as --option=--num_prompts=8"
+        "--bounds", type=int, nargs="+", default=[0, 1, 2], help="values of --rollout.max_staleness (default: 0 1 2)"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="runs with each bound (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="steps of a run (default: %(default)s)")
+    parser.add_argument(
+        "--eval_every", type=int, default=0, help="steps between evaluations; 0: none (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        help="option of the trainer, such as --option=--num_prompts=8; may be repeated",
     )
     args = parser.parse_args()
     shares: dict[int, list[float]] = {bound: [] for bound in args.bounds}

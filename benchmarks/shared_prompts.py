@@ -181,15 +181,31 @@ def compare(policy: Policy, prompt: int, args: argparse.Namespace) -> str:
 def parse(description: str) -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=sorted(VOCABULARIES), default="mid")
-    parser.add_argument("--prompts", type=int, nargs="+", default=[64, 256, 512], help="tokens of a prompt")
-    parser.add_argument("--image", type=int, default=0, help="tokens of an image, a multiple of 8; 0: text alone")
-    parser.add_argument("--response", type=int, default=64, help="tokens of a response, on average")
-    parser.add_argument("--spread", type=float, default=0.0, help="how far the lengths lie around it, as a share")
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--groups", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--model",
+        choices=sorted(VOCABULARIES),
+        default="mid",
+        help="random model: toy has 0.8 and mid 29 million parameters (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--prompts", type=int, nargs="+", default=[64, 256, 512], help="tokens of a prompt (default: 64 256 512)"
+    )
+    parser.add_argument(
+        "--image", type=int, default=0, help="tokens of an image, a multiple of 8; 0: text alone (default: %(default)s)"
+    )
+    parser.add_argument("--response", type=int, default=64, help="mean tokens of a response (default: %(default)s)")
+    parser.add_argument(
+        "--spread",
+        type=float,
+        default=0.0,
+        help="largest deviation of a response from that mean, as a share of it (default: %(default)s)",
+    )
+    parser.add_argument("--group", type=int, default=8, help="responses of a prompt (default: %(default)s)")
+    parser.add_argument("--groups", type=int, default=1, help="prompts of a pack (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the process (default: %(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="turns of each side, of which the median counts (default: %(default)s)"
+    )
     parser.add_argument("--no-peak", action="store_true", help="start no processes for the peaks of memory")
     parser.add_argument("--peak", choices=WAYS, help=argparse.SUPPRESS)
     return parser.parse_args()

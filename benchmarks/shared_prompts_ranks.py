@@ -1,9 +1,10 @@
 """Compares shared prompts with whole sequences in CPU seconds of a rank, when ranks split the tokens (--sp_size).
 
-    torchrun --nproc_per_node 2 benchmarks/shared_prompts_ranks.py [the options of shared_prompts.py]
+    torchrun --nproc_per_node 2 benchmarks/shared_prompts_ranks.py [--model mid --prompts 64 256 512]
 
-Runs forward and backward of the same pack in turn. A turn takes as long as its busiest rank, for which the others wait;
-"idle" is how much less the others compute, on average, as a share of that time.
+The options are those of shared_prompts.py. --image and --no-peak do not apply: prompts are text alone, and no memory is
+measured. Runs forward and backward of the same pack in turn. A turn takes as long as its busiest rank, for which the
+others wait; "idle" is how much less the others compute, on average, as a share of that time.
 """
 
 from __future__ import annotations

@@ -60,9 +60,9 @@ def measure_start(options: list[str]) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--every", type=int, default=25)
-    parser.add_argument("--allowed", type=float, default=32.0, help="MiB by which RSS may grow")
+    parser.add_argument("--steps", type=int, default=500, help="steps of the run (default: %(default)s)")
+    parser.add_argument("--every", type=int, default=25, help="steps between two rows (default: %(default)s)")
+    parser.add_argument("--allowed", type=float, default=32.0, help="MiB by which RSS may grow (default: %(default)s)")
     parser.add_argument("--only_start", action="store_true", help=argparse.SUPPRESS)
     args, options = parser.parse_known_args()
     if args.only_start:

@@ -1,7 +1,10 @@
 """Makes one of two ranks stop, sleep, hold its interpreter or raise in each phase; prints how the run reports it.
 
-python benchmarks/stalls.py: 16 runs under torchrun. A row ends with `ok` if all ranks ended with an error, the report
-(or the traceback) names rank, phase and line, and no process and no file in /dev/shm or the temporary folder remains.
+    python benchmarks/stalls.py                     # every phase with every kind: 16 runs under torchrun
+    python benchmarks/stalls.py --places save --kinds stop
+
+A row ends with `ok` if all ranks ended with an error, the report (or the traceback) names rank, phase and line, and no
+process and no file in /dev/shm or the temporary folder remains. The exit code is 1 if a row does not.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ PROGRAM = Path(__file__).parents[1] / "tests" / "programs" / "stalled_program.py
 TIMEOUT_S = 8
 FLAGS = ["--num_prompts", "2", "--group_size", "2", "--max_steps", "3", "--checkpoint.every", "1", "--eval.every", "0"]
 FLAGS += ["--log.tensorboard", "False", "--reward_timeout_s", "0", "--distributed.timeout_s", str(TIMEOUT_S)]
+KINDS = ("stop", "sleep", "hold", "raise")
 PHASES = {"reward": "reward exact_match", "generate": "generate", "backward": "learn", "save": "checkpoint"}
 
 
@@ -58,10 +62,14 @@ def row(place: str, kind: str, strategy: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--strategy", default="fsdp")
-    parser.add_argument("--places", nargs="+", default=[*PHASES])
-    parser.add_argument("--kinds", nargs="+", default=["stop", "sleep", "hold", "raise"])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--strategy", default="fsdp", help="strategy of the runs (default: %(default)s)")
+    parser.add_argument(
+        "--places", nargs="+", choices=[*PHASES], default=[*PHASES], help="phases in which rank 1 stalls (default: all)"
+    )
+    parser.add_argument(
+        "--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="what rank 1 does (default: all)"
+    )
     options = parser.parse_args()
     print("| rank 1, in | does | the report says | whole run | |\n|---|---|---|---|---|")
     rows = []

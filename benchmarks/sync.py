@@ -102,10 +102,24 @@ def compare(strategy: Any, name: str, dtype: str, rounds: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=list(SHAPES), default=["toy", "mid"])
-    parser.add_argument("--strategies", nargs="+", default=["single"])
-    parser.add_argument("--dtypes", nargs="+", default=["float32"], choices=["float32", "bfloat16"])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=list(SHAPES),
+        default=["toy", "mid"],
+        help="random models: toy has 0.8, mid 42 and large 133 million parameters (default: toy mid)",
+    )
+    parser.add_argument("--strategies", nargs="+", default=["single"], help="strategies (default: single)")
+    parser.add_argument(
+        "--dtypes",
+        nargs="+",
+        default=["float32"],
+        choices=["float32", "bfloat16"],
+        help="types of the weights (default: float32)",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="turns of each side, of which the median counts (default: %(default)s)"
+    )
     parser.add_argument("--share_weights", action="store_true", help="let the engine read the trainer's weights")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -108,11 +108,25 @@ def compare(name: str, num_steps: int, over_issue: float, max_staleness: int, ki
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=sorted(SHAPES), default=["toy", "mid"])
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--over_issue", type=float, nargs="+", default=[0.5, 1.0])
-    parser.add_argument("--max_staleness", type=int, default=4)
-    parser.add_argument("--keep_cache", action="store_true", help="as --rollout.keep_cache True does")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=sorted(SHAPES),
+        default=["toy", "mid"],
+        help="random models: toy has 0.8 and mid 42 million parameters (default: both)",
+    )
+    parser.add_argument("--steps", type=int, default=6, help="training steps (default: %(default)s)")
+    parser.add_argument(
+        "--over_issue",
+        type=float,
+        nargs="+",
+        default=[0.5, 1.0],
+        help="values of --rollout.over_issue (default: 0.5 1)",
+    )
+    parser.add_argument("--max_staleness", type=int, default=4, help="--rollout.max_staleness (default: %(default)s)")
+    parser.add_argument(
+        "--keep_cache", action="store_true", help="continue on old keys and values, as --rollout.keep_cache True does"
+    )
     arguments = parser.parse_args()
     kind = KeepingEngine if arguments.keep_cache else NativeEngine
     torch.set_num_threads(1)

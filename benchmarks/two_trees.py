@@ -3,8 +3,8 @@
     git worktree add ../before COMMIT
     python benchmarks/two_trees.py ../before . --rounds 5 --steps 30
 
-Both run scripts/train_grpo.py with the same options in one process with one thread. The result of a run is the median
-of `time/step` over all steps but the first; the ratio is the median of second / first over rounds.
+Both run scripts/train_grpo.py with the same options, in one process each. The result of a run is the median of
+`time/step` over all steps but the first; the ratio is the median of second / first over rounds.
 """
 
 from __future__ import annotations
@@ -41,11 +41,16 @@ def main() -> None:
     """Prints each run and the ratio of the two trees."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trees", nargs=2, type=Path, help="the two checkouts, the older one first")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
-        "--option", action="append", default=[], help="of the trainer, such as --option=--num_prompts=8"
+        "--rounds", type=int, default=5, help="turns of each side, of which the median counts (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=30, help="steps of a run (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of a run (default: %(default)s)")
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        help="option of the trainer, such as --option=--num_prompts=8; may be repeated",
     )
     args = parser.parse_args()
     trees = [tree.resolve() for tree in args.trees]
