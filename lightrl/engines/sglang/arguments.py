@@ -58,7 +58,7 @@ def server_arguments(
     nccl_port: int,
     known: Collection[str],
 ) -> dict[str, Any]:
-    """Returns the arguments of Engine(); `known` has the names that this version of SGLang supports.
+    """Returns the arguments of Engine(); `known` has the names of SGLang's arguments.
 
     `gpu` is the first of tp_size consecutive devices of this machine.
     """
@@ -82,10 +82,10 @@ def server_arguments(
     }
     if context is not None:
         ours["context_length"] = int(context) + SPARE_PLACES
-    return {**_defaults(is_cpu, known), **given, **ours}
+    return {**_defaults(is_cpu), **given, **ours}
 
 
-def _defaults(is_cpu: bool, known: Collection[str]) -> dict[str, Any]:
+def _defaults(is_cpu: bool) -> dict[str, Any]:
     defaults: dict[str, Any] = {"log_level": "error", "grammar_backend": "none"}
     if is_cpu:
         defaults |= {
@@ -95,7 +95,7 @@ def _defaults(is_cpu: bool, known: Collection[str]) -> dict[str, Any]:
             "disable_cuda_graph": True,
             "max_total_tokens": _CPU_POOL_TOKENS,
         }
-    return {name: value for name, value in defaults.items() if name in known}
+    return defaults
 
 
 def _check_given(given: Mapping[str, Any], known: Collection[str]) -> None:

@@ -70,7 +70,6 @@ class _Traits:
     model_path: str
     is_real_model: bool  # the model's original folder or name, not one made for its config
     max_model_len: int
-    tells_cut_logprobs: bool  # of the distribution that top-p and top-k leave
 
 
 def build_sglang_engine(
@@ -138,7 +137,6 @@ class SGLangEngine(InferenceEngine):
             raise ValueError("--engine sglang needs the package sglang, in an environment with the torch that it pins.")
         environment = environment_for_start(os.environ, is_cpu=is_cpu, tp_size=size)
         with kept_state(environment):  # importing it has side effects, too
-            from sglang.srt.managers.io_struct import GenerateReqInput
             from sglang.srt.server_args import ServerArgs
         if is_cpu:
             _require_cpu_platform()
@@ -152,7 +150,7 @@ class SGLangEngine(InferenceEngine):
             tp_size=size,
             random_seed=engine_seed(self._options.seed, self._group.comm.rank, size),
             nccl_port=free_port(),
-            known=getattr(ServerArgs, "__struct_fields__", None) or ServerArgs.__dataclass_fields__,
+            known=ServerArgs.__struct_fields__,
         )
         arguments = {**self._defaults(), **arguments, "custom_weight_loader": [self.loader]}
         self._process = SGLangProcess(arguments, environment)
@@ -168,7 +166,6 @@ class SGLangEngine(InferenceEngine):
             model_path=arguments["model_path"],
             is_real_model=arguments["model_path"] != str(scratch),
             max_model_len=min(length, self._process.max_total_tokens - SPARE_PLACES),
-            tells_cut_logprobs=hasattr(GenerateReqInput, "return_sampling_mask"),
         )
 
     def _defaults(self) -> dict[str, Any]:
@@ -277,11 +274,6 @@ class SGLangEngine(InferenceEngine):
 
     def _check_cut(self, params: SamplingParams) -> None:
         """Raises ValueError if SGLang cannot give logprobs of the distribution that is sampled."""
-        if not self._traits.tells_cut_logprobs:
-            raise ValueError(
-                "This version of SGLang gives no logprobs of the distribution that top_p or top_k leave. Use top_p 1 "
-                "and top_k 0, or a newer sglang."
-            )
         if (params.top_k or self.vocab_size) > _MOST_CUT_TOKENS:
             raise ValueError(
                 f"SGLang gives logprobs of at most {_MOST_CUT_TOKENS} tokens that top_p or top_k leave: with top_p "

@@ -78,10 +78,9 @@ class WeightSender:
             pause = io_struct.PauseGenerationReqInput(mode="in_place")
             process.run(_ask(lambda: process.manager.pause_generation(pause)))
             self._is_paused = True
-        if hasattr(io_struct, "BeginWeightUpdateReqInput"):
-            begin = io_struct.BeginWeightUpdateReqInput()
-            _require(process.run(_ask(lambda: process.manager.begin_weight_update(begin, None))))
-            self._is_open = True
+        begin = io_struct.BeginWeightUpdateReqInput()
+        _require(process.run(_ask(lambda: process.manager.begin_weight_update(begin, None))))
+        self._is_open = True
 
     def _end(self, process: SGLangProcess) -> None:
         from sglang.srt.managers import io_struct

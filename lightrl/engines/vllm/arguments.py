@@ -65,7 +65,6 @@ def llm_arguments(
     takes_media: bool,
 ) -> dict[str, Any]:
     """Returns all arguments of vllm.LLM()."""
-    known = known_arguments()
     arguments: dict[str, Any] = {
         "model": model,
         "load_format": "dummy",  # the weights come with the first sync
@@ -98,5 +97,4 @@ def llm_arguments(
             "kv_cache_memory_bytes": _CPU_KV_BYTES,
             "max_num_seqs": _CPU_NUM_SEQS,
         }
-    arguments |= user_arguments(options, known)
-    return {name: value for name, value in arguments.items() if name in known}
+    return arguments | user_arguments(options, known_arguments())

@@ -112,7 +112,7 @@ def check_head_size(source: PreTrainedModel) -> None:
     config = source.config.get_text_config()
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     allowed = CPUAttentionBackend.get_supported_head_sizes()
-    if allowed and size not in allowed:
+    if size not in allowed:
         valid = ", ".join(map(str, allowed))
         raise ValueError(f"The model's attention heads are of size {size}; vLLM on a CPU takes {valid}.")
 

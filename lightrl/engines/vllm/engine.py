@@ -111,14 +111,11 @@ class VLLMEngine(InferenceEngine):
         self._eos = eos_token_ids
         self.vocab_size = int(source.config.get_text_config().vocab_size)
         self.max_model_len = int(self._engine.model_config.max_model_len)
-        if takes_media and not (hasattr(self._engine, "reset_encoder_cache") and hasattr(self._engine, "renderer")):
-            logger.warning("This version of vLLM cannot keep images right over weight syncs: text prompts only.")
-            takes_media = False
         self.image_token_id = media_token(source, "image") if takes_media else None
         self.video_token_id = media_token(source, "video") if takes_media else None
         self.unread: tuple[str, ...] = ()  # parameters that the last load did not compare; the canary covers them
         # On a GPU, kernels may keep experts in a special layout, which a load in place would not produce.
-        self._packs_experts = device.type == "cuda" and host.reloads_experts(self._llm)
+        self._packs_experts = device.type == "cuda" and host.has_experts(self._llm)
         self._samples: dict[str, _Sample] = {}
         self._rendered: dict[int, tuple[EnginePrompt, Any]] = {}  # by id of a measured prompt, until it is submitted
         self._unagreed = hashlib.sha256()  # of the submissions since the last step
@@ -408,12 +405,12 @@ class VLLMEngine(InferenceEngine):
 
 @contextmanager
 def refusals_as_value_errors(request_id: int) -> Iterator[None]:
-    """Turns vLLM's errors about a request into ValueErrors, which they no longer are."""
+    """Turns vLLM's errors about a request, some of which are no ValueErrors, into ValueErrors."""
+    from vllm.exceptions import VLLMValidationError
+
     try:
         yield
-    except Exception as error:
-        if not isinstance(error, ValueError) and type(error).__name__ != "VLLMValidationError":
-            raise
+    except (ValueError, VLLMValidationError) as error:
         raise ValueError(f"vLLM refuses request {request_id}: {error}") from error
 
 

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import inspect
 import logging
 import os
 import random
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -248,11 +246,10 @@ def worker_of(llm: Any) -> Any:
     return llm.llm_engine.model_executor.driver_worker.worker
 
 
-def reloads_experts(llm: Any) -> bool:
-    """Returns whether the model has experts and vLLM can reload it from an iterator (0.17 and later)."""
-    (has_experts,) = llm.apply_model(lambda model: any(hasattr(module, "w13_weight") for module in model.modules()))
-    reload = getattr(worker_of(llm).model_runner, "reload_weights", None)
-    return has_experts and reload is not None and "weights_iterator" in inspect.signature(reload).parameters
+def has_experts(llm: Any) -> bool:
+    """Returns whether the model has experts, which vLLM's kernels may keep in a layout of their own."""
+    (found,) = llm.apply_model(lambda model: any(hasattr(module, "w13_weight") for module in model.modules()))
+    return bool(found)
 
 
 def repack_experts(model: nn.Module) -> None:
@@ -305,10 +302,11 @@ def keep_allocators() -> None:
     vLLM drops them with its pools, but a few tensors live until its engine is collected. This can go when it waits for
     these (0.32: not yet): https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/device_allocator/cumem.py
     """
-    owner = getattr(sys.modules.get("vllm.device_allocator.cumem"), "CuMemAllocator", None)
-    pools: dict[str, Any] = getattr(getattr(owner, "instance", None), "allocator_and_pools", {})
-    for made in pools.values():
-        _kept_allocators.extend(allocator for _, allocator in made)
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    if CuMemAllocator.instance is not None:  # as on a GPU with sleep mode
+        for made in CuMemAllocator.instance.allocator_and_pools.values():
+            _kept_allocators.extend(allocator for _, allocator in made)
 
 
 # ---- The end
@@ -319,18 +317,14 @@ def spare_process_group(llm: Any) -> None:
 
     This can go when vLLM destroys only a group that it made (0.32: not yet): https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/v1/engine/core_client.py
     """
-    finalizer = getattr(llm.llm_engine.engine_core, "_finalizer", None)  # vLLM 0.31 and later
-    if finalizer is not None:
-        finalizer.detach()
+    llm.llm_engine.engine_core._finalizer.detach()
 
 
 def shut_down(llm: Any) -> None:
     """Ends the engine's worker like vLLM's own shutdown, but does not touch the process groups."""
     keep_allocators()
-    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
-    for part in (getattr(core, "scheduler", None), llm.llm_engine.model_executor):
-        if part is not None:
-            part.shutdown()
+    llm.llm_engine.engine_core.engine_core.scheduler.shutdown()
+    llm.llm_engine.model_executor.shutdown()
     gc.unfreeze()
 
 

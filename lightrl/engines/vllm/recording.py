@@ -10,12 +10,9 @@ import numpy as np
 import torch
 
 from lightrl.engines.base import Completion, EngineGroup
-from lightrl.engines.vllm.arguments import known_arguments
 from lightrl.engines.vllm.build import build_vllm_engine
 from lightrl.engines.vllm.engine import VLLMEngine
 from lightrl.models.routing import routers_of
-
-_ARGUMENT = "enable_return_routed_experts"
 
 
 class RecordingVLLMEngine(VLLMEngine):
@@ -24,13 +21,8 @@ class RecordingVLLMEngine(VLLMEngine):
     returns_routing = True
 
     def __init__(self, arguments: dict[str, Any], **settings: Any) -> None:
-        if _ARGUMENT not in known_arguments():
-            raise ValueError(
-                "--routing.replay True needs the experts that the engine chose, which the installed vLLM does not "
-                "return. Use a newer one, --engine native, or leave the option out."
-            )
         self._layers = [router.layer for router in routers_of(settings["source"])]
-        super().__init__({**arguments, _ARGUMENT: True}, **settings)
+        super().__init__({**arguments, "enable_return_routed_experts": True}, **settings)
 
     def _take(self, output: Any) -> Iterator[Completion]:
         for done in super()._take(output):

@@ -10,19 +10,13 @@ from lightrl.engines.sglang.arguments import engine_seed, environment_for_start,
 KNOWN = [
     "attention_backend",
     "context_length",
-    "disable_cuda_graph",
     "dtype",
     "enable_weights_cpu_backup",
-    "grammar_backend",
     "load_format",
-    "log_level",
     "lora_paths",
     "max_loaded_loras",
     "max_lora_rank",
     "max_running_requests",
-    "max_total_tokens",
-    "mm_attention_backend",
-    "sampling_backend",
 ]
 
 
