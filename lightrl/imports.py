@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 from lightrl.config import nearest_name
@@ -33,7 +34,12 @@ def load_object(name: str, *, builtin: Mapping[str, str], what: str, example: st
         what: Kind of object, for error messages.
         example: Import path of a user's own object, for error messages.
     """
-    module_name, _, attribute = builtin.get(name, name).partition(":")
+    return resolve_name(builtin[name]) if name in builtin else _load_own(name, builtin, what, example)
+
+
+def _load_own(name: str, builtin: Mapping[str, str], what: str, example: str) -> Any:
+    """Loads a user's object; every mistake in its name or error in its module is explained."""
+    module_name, _, attribute = name.partition(":")
     if not (module_name and attribute):
         _raise_unknown(name, builtin, what, example)
     if os.getcwd() not in sys.path:

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -417,17 +417,18 @@ def strategy_class(name: str) -> type[StrategyBase]:
     """Returns the class for a name or a package.module:Class path; built-in strategies are imported the same way."""
     if name == "auto":
         name = "single" if int(os.environ.get("WORLD_SIZE", "1")) == 1 else "fsdp"
-    kind = load_object(name, builtin=BUILTIN_STRATEGIES, what="strategy", example="MyStrategy")
+    kind: Any = load_object(name, builtin=BUILTIN_STRATEGIES, what="strategy", example="MyStrategy")
+    return kind if name in BUILTIN_STRATEGIES else _checked_class(name, kind)
+
+
+def _checked_class(name: str, kind: Any) -> type[StrategyBase]:
     if not isinstance(kind, type) or not issubclass(kind, StrategyBase):
         raise ValueError(f"Strategy {name!r} is not a subclass of lightrl.StrategyBase.")
     missing = sorted(getattr(kind, "__abstractmethods__", ()))
-    return kind if not missing else _refuse_unfinished(name, missing)
-
-
-def _refuse_unfinished(name: str, missing: list[str]) -> NoReturn:
-    raise ValueError(
-        f"Strategy {name!r} does not implement {', '.join(missing)}. Write them, or inherit from a built-in strategy."
-    )
+    if missing:
+        remedy = "Write them, or inherit from a built-in strategy."
+        raise ValueError(f"Strategy {name!r} does not implement {', '.join(missing)}. {remedy}")
+    return kind
 
 
 # ---- Parts -------------------------------------------------------------------------------------------------------
