@@ -86,6 +86,7 @@ class RewardKind:
     is_async: bool = False
     isolation: Isolation | None = None
     max_concurrency: int | None = None  # calls of an async reward that may wait at the same time
+    needs_time_limit: bool = True  # False: a call for one sample cannot hang, so no timer is set around it
 
 
 def batch_reward(function: Many) -> BatchReward:
@@ -130,6 +131,7 @@ def kind_of(reward: AnyReward) -> RewardKind:
         is_async=any(map(inspect.iscoroutinefunction, (function, type(function).__call__))),
         isolation=getattr(function, "isolation", None),
         max_concurrency=getattr(function, "max_concurrency", None),
+        needs_time_limit=getattr(function, "needs_time_limit", True),
     )
     if is_batched or kind.isolation is not None:
         _check_marks(reward, kind, is_grouped=is_grouped)
@@ -257,11 +259,14 @@ class RewardRunner:
 
     def _call_for(self, sample: Sample) -> Outcome:
         try:
-            with time_limit(self.limits.timeout_s):
-                value = self.reward(sample)
+            value = self._call_in_time(sample) if self.kind.needs_time_limit else self.reward(sample)
         except (Exception, SystemExit) as error:  # code of a response that a reward runs may call exit()
             return failed(self.name, [sample], error)
         return score_outcome(self.name, sample, value)
+
+    def _call_in_time(self, sample: Sample) -> Any:
+        with time_limit(self.limits.timeout_s):
+            return self.reward(sample)
 
 
 # ---- Failures --------------------------------------------------------------------------------------------------------

@@ -24,6 +24,9 @@ def exact_match(sample: Sample) -> float:
     return float(sample.text.strip() == expected_answer(sample))
 
 
+exact_match.needs_time_limit = False  # type: ignore[attr-defined]  # a timer takes longer than the comparison
+
+
 def contains(sample: Sample) -> float:
     """Returns 1 if the answer's text occurs anywhere in the response, also inside a longer word or number."""
     return float(expected_answer(sample) in sample.text)

@@ -12,9 +12,9 @@ import pytest
 from reward_samples import answered, doing_as_told, run
 
 from lightrl.records import Prompt, Sample
-from lightrl.rewards import NoVerdictError, RewardError, batch_reward, load_reward, score
+from lightrl.rewards import NoVerdictError, RewardError, batch_reward, load_reward, score, scoring
 from lightrl.rewards.reward_set import make_runner
-from lightrl.rewards.scoring import FailureBudget, kind_of
+from lightrl.rewards.scoring import FailureBudget, ScoringLimits, kind_of
 
 
 def sample(index: int, text: str) -> Sample:
@@ -34,6 +34,22 @@ def test_each_sample_gets_its_number_in_order() -> None:
     rewards = score(load_reward("exact_match"), [sample(0, "42"), sample(1, "41"), sample(2, " 42")])
     assert rewards == [1.0, 0.0, 1.0]
     assert score(load_reward("exact_match"), []) == []
+
+
+def test_no_timer_is_set_for_a_reward_that_cannot_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    def instant(sample: Sample) -> float:
+        return float(sample.text == "42")
+
+    def careful(sample: Sample) -> float:
+        return instant(sample)
+
+    instant.needs_time_limit = False  # type: ignore[attr-defined]
+    timers: list[float] = []
+    monkeypatch.setattr(scoring.signal, "setitimer", lambda _, seconds, *rest: timers.append(seconds) or (0.0, 0.0))
+    for reward, wanted in ((load_reward("exact_match"), []), (instant, []), (careful, [5.0, 0])):
+        runner = make_runner(reward, ScoringLimits(timeout_s=5.0))
+        assert runner.run([sample(0, "42")], FailureBudget()) == [1.0]
+        assert timers == wanted
 
 
 @pytest.mark.parametrize(
