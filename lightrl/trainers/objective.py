@@ -6,6 +6,7 @@ have parameters, so that a wrong name or parameter raises at once. Their traits 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
@@ -16,7 +17,16 @@ from torch import Tensor
 from lightrl.algorithms.advantages import ScoredSamples, merged_moments, moments_of, signal_counts, whiten
 from lightrl.algorithms.corrections import Correction, OffPolicyTokens
 from lightrl.algorithms.losses import PolicyTokens, TokenLoss, TokenWeights, mean_loss
-from lightrl.algorithms.registry import BUILTIN, AdvantageTraits, Kind, LossTraits, load, parameters_of, traits_of
+from lightrl.algorithms.registry import (
+    BUILTIN,
+    AdvantageTraits,
+    Kind,
+    LossTraits,
+    find,
+    load,
+    parameters_of,
+    traits_of,
+)
 from lightrl.comm import Comm
 from lightrl.config import AlgorithmConfig, DistillationConfig, RoutingConfig, named_values
 from lightrl.metrics import Statistics
@@ -217,7 +227,7 @@ def load_and_try(
 ) -> Callable[..., Any]:
     """Loads the function that --algorithm.<kind> names and calls it once, so that a bad parameter raises at once.
 
-    A built-in function without parameters needs no trial.
+    A built-in function that is left at its defaults needs no trial.
 
     Args:
         kind: The kind of function.
@@ -227,15 +237,23 @@ def load_and_try(
         option: The option that names it, if not the kind.
         given: Parameters that have options of their own; None leaves one to the function's default.
     """
-    option = f"algorithm.{option or kind}"
-    parameters = named_values(args, f"{option}_args") if args else {}
     given = {key: value for key, value in (given or {}).items() if value is not None}
+    if not args and not given and name in BUILTIN[kind]:
+        function = find(kind, name)
+        if inspect.Parameter.empty not in parameters_of(function).values():
+            return function
+    return _load_with(kind, name, args, trial, f"algorithm.{option or kind}", given)
+
+
+def _load_with(
+    kind: Kind, name: str, args: Sequence[str], trial: Trial, option: str, given: OwnOptions
+) -> Callable[..., Any]:
+    parameters = named_values(args, f"{option}_args") if args else {}
     if parameters.keys() & given.keys():
         raise _given_twice(given, parameters, option)
     try:
         function = load(kind, name, {**parameters, **given})
-        if parameters or given or name not in BUILTIN[kind]:
-            function(*trial())
+        function(*trial())
     except (ValueError, TypeError, ZeroDivisionError) as error:
         raise _failed_trial(str(error), f"--{option}", name, parameters, given) from error
     return function
