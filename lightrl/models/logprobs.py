@@ -157,11 +157,12 @@ class _ChosenLogprobs(torch.autograd.Function):
         return chosen - logsumexp, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         if all(grad is None for grad in grads):
             return (None,) * 5
         hidden, weight, bias, *_ = ctx.saved_tensors
-        gradient, dtype = _TileGradient(ctx, *grads), _at_least(hidden)
+        dtype = _at_least(hidden)
+        gradient = _TileGradient(ctx, grads[0]) if grads[1] is None else _TileGradientWithEntropy(ctx, *grads)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden: Any = torch.zeros_like(hidden, dtype=dtype) if needs_hidden else None
         grad_weight: Any = torch.zeros_like(weight) if needs_weight else None
@@ -213,31 +214,41 @@ class _RowSummary:
 
 
 class _TileGradient:
-    """The gradient of the products behind final logits z: g_logprob * (chosen - p) - g_entropy * p * (log p + entropy).
+    """The gradient of the products behind final logits z, if only the logprobs have one: g_logprob * (chosen - p).
 
     The slopes of the steps from a product to its final logit multiply it.
     """
 
-    def __init__(self, ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> None:
+    def __init__(self, ctx: Any, grad_logprobs: Tensor) -> None:
         """Takes what forward() saved in ctx."""
         self.transform: LogitTransform = ctx.transform
-        *_, self.targets, self.logsumexp, entropy = ctx.saved_tensors
-        slope = self.transform.slope_at_zero
-        self.of_chosen = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs * slope
-        self.of_entropy = None if grad_entropy is None else grad_entropy * slope
-        self.constant = -self.of_chosen if self.of_entropy is None else -self.of_entropy * entropy - self.of_chosen
+        *_, self.targets, self.logsumexp, self.entropy = ctx.saved_tensors
+        self.of_chosen = grad_logprobs * self.transform.slope_at_zero
 
     def of(self, logits: Tensor, rows: slice, columns: slice) -> Tensor:
         """Returns the gradient of a tile, written over the tile's logits."""
         slope_of_cap = None if self.transform.softcap is None else self.transform.slope_of_cap(logits)
-        logp = logits.sub_(self.logsumexp[rows, None])
-        if self.of_entropy is None:
-            grad = logp.exp_().mul_(self.constant[rows, None])
-        else:
-            grad = logp.exp().mul_(logp.mul_(-self.of_entropy[rows, None]).add_(self.constant[rows, None]))
+        grad = self.of_all(logits.sub_(self.logsumexp[rows, None]), rows)
         column, is_inside = _locate(self.targets[rows], columns.start, grad.shape[1])
         grad.scatter_add_(1, column[:, None], torch.where(is_inside, self.of_chosen[rows], 0)[:, None])
         return grad if slope_of_cap is None else grad.mul_(slope_of_cap)
+
+    def of_all(self, logp: Tensor, rows: slice) -> Tensor:
+        """Returns the part of the gradient that all tokens have, from their logprobs, which it overwrites."""
+        return logp.exp_().mul_(-self.of_chosen[rows, None])
+
+
+class _TileGradientWithEntropy(_TileGradient):
+    """The gradient if the entropy has one too, which adds -g_entropy * p * (log p + entropy)."""
+
+    def __init__(self, ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor) -> None:
+        super().__init__(ctx, torch.zeros_like(grad_entropy) if grad_logprobs is None else grad_logprobs)
+        self.of_entropy = grad_entropy * self.transform.slope_at_zero
+        self.constant = -self.of_entropy * self.entropy - self.of_chosen
+
+    def of_all(self, logp: Tensor, rows: slice) -> Tensor:
+        """Returns the part of the gradient that all tokens have, from their logprobs, which it overwrites."""
+        return logp.exp().mul_(logp.mul_(-self.of_entropy[rows, None]).add_(self.constant[rows, None]))
 
 
 def _locate(targets: Tensor, first_column: int, num_columns: int) -> tuple[Tensor, Tensor]:
