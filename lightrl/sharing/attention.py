@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby, pairwise
 from typing import Any
 
@@ -44,28 +45,33 @@ class Grid:
     inverse: Tensor  # [U] int64 in [0, count * width)
     mask: Tensor  # [count, 1, width, width] float32: 0 where a query sees a key, else -inf
 
-    def seen(self, part: Tensor) -> Tensor:
-        """Returns the mask in a part's type, since the kernel misreads others with over 32 tokens of float64."""
-        return self.mask.to(part.dtype)
-
-    def rows(self, part: Tensor) -> Tensor:
-        """Turns [1, heads, U, dim] into [count, heads, width, dim]."""
-        return stack_sequences(part.index_select(2, self.places), self.count, self.width)
-
-    def tokens(self, rows: Tensor) -> Tensor:
-        """Turns [count, heads, width, dim] back into [1, heads, U, dim]."""
-        return _flat(rows).index_select(2, self.inverse)
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Computes attention in one call: [1, heads, U, dim]. Padding has gradients of 0, as only padding sees it."""
+        queries, keys, values = (
+            stack_sequences(part.index_select(2, self.places), self.count, self.width) for part in (query, key, value)
+        )
+        output = grouped_attention(queries, keys, values, self.mask.to(query.dtype), scale)
+        return _flat(output).index_select(2, self.inverse)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TreeLayout(PackedLayout):
     """The segments of a tree; runs of equal length are those of the sorted segments."""
 
     branches: tuple[Branch, ...]
     grid: Grid | None  # None: trees too large for one
-    order: Tensor  # [U] int64: the tokens of the segments sorted by length
-    inverse: Tensor  # [U] int64: the inverse order
     copying: list[Scoring] = field(default_factory=list)  # kinds of attention that had to copy keys
+
+    @cached_property
+    def order(self) -> Tensor:
+        """The tokens of the segments sorted by length, [U] int64."""
+        lengths = np.diff(self.cu_seqlens)
+        return torch.from_numpy(np.repeat(lengths, lengths).argsort(kind="stable"))
+
+    @cached_property
+    def inverse(self) -> Tensor:
+        """The inverse of the order, [U] int64."""
+        return self.order.argsort()
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Computes attention along the paths of the tree: [1, U, heads, dim]."""
@@ -75,25 +81,23 @@ class TreeLayout(PackedLayout):
             return attend_by_paths(query, key, value, self, scoring)
         if torch.is_autocast_enabled("cpu"):
             query, key, value = (part.to(torch.get_autocast_dtype("cpu")) for part in (query, key, value))
-        run: Any = (_TreeAttention, self) if self.grid is None else (_GridAttention, self.grid)
-        output: Tensor = run[0].apply(query, key, value, run[1], scoring.scale)
+        if self.grid is not None:
+            return self.grid.attend(query, key, value, scoring.scale).transpose(1, 2)
+        output: Tensor = _TreeAttention.apply(query, key, value, self, scoring.scale)  # type: ignore[no-untyped-call]
         return output.transpose(1, 2)
 
 
 def tree_layout(tree: PrefixTree) -> TreeLayout:
     """Returns the layout of a tree."""
-    lengths = np.diff(tree.cu_seqlens)
-    order = np.repeat(lengths, lengths).argsort(kind="stable")
-    device = tree.kept.device
-    runs = tuple((len(list(same)), length) for length, same in groupby(sorted(lengths.tolist())))
+    lengths = sorted(stop - start for start, stop in pairwise(tree.cu_seqlens))
+    runs = tuple((len(list(same)), length) for length, same in groupby(lengths))
+    is_on_cpu = tree.kept.device.type == "cpu"
     return TreeLayout(
         cu_seqlens=tree.cu_seqlens,
         runs=runs,
         boundaries=None,
         branches=tree.branches,
-        grid=_grid(tree, _PAIRS_OF_A_CALL * (len(runs) + len(tree.branches))) if device.type == "cpu" else None,
-        order=torch.from_numpy(order).to(device),
-        inverse=torch.from_numpy(order.argsort()).to(device),
+        grid=_grid(tree, _PAIRS_OF_A_CALL * (len(runs) + len(tree.branches))) if is_on_cpu else None,
     )
 
 
@@ -122,26 +126,6 @@ def _grid(tree: PrefixTree, most_pairs: int) -> Grid | None:
         inverse=torch.from_numpy(np.flatnonzero(is_token)),
         mask=torch.from_numpy(np.where(sees, np.float32(0), np.float32("-inf"))[:, None]),
     )
-
-
-class _GridAttention(torch.autograd.Function):
-    """Attention in one call of a CPU kernel. The gradient of padding stays in it, as only padding sees padding."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, grid: Grid, scale: float) -> Tensor:
-        parts = [grid.rows(part) for part in (query, key, value)]
-        output, logsumexp = _flash(*parts, 0.0, False, attn_mask=grid.seen(query), scale=scale)
-        ctx.save_for_backward(*parts, output, logsumexp)
-        ctx.grid, ctx.scale = grid, scale
-        return grid.tokens(output)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grid: Grid = ctx.grid
-        kept = (grid.rows(grad), *ctx.saved_tensors)
-        grads = _flash_backward(*kept, 0.0, False, attn_mask=grid.seen(grad), scale=ctx.scale)
-        return (*(grid.tokens(part) for part in grads), None, None)
 
 
 class _TreeAttention(torch.autograd.Function):
