@@ -122,11 +122,9 @@ class ColocatedEngine:
         checked = list(map(as_prompt, prompts))
         for index, prompt in enumerate(checked):
             self.check_prompt(f"prompt {index}", prompt, params[index])
-        ids = range(self._next_request_id, self._next_request_id + len(checked))
-        self._next_request_id = ids.stop
         done: list[Completion] = []
         try:
-            requests = list(map(_Request, ids, checked, params))
+            requests = list(map(_Request, range(len(checked)), checked, params))
             running = {self.engine.submit(request.prompt, request.params): request for request in requests}
             while self.engine.has_unfinished():
                 done.extend(self._as_requested(item, running) for item in self.engine.step())
