@@ -151,7 +151,7 @@ def build_prompts(
             text=text,
             token_ids=tuple(token_ids),
             messages=({"role": "user", "content": value},) if isinstance(value, str) else tuple(value),
-            answer=record[answer_field] if answer_field in record else inner_value(record, answer_field),
+            answer=inner_value(record, answer_field) if "." in answer_field else record.get(answer_field),
             fields={name: other for name, other in record.items() if name not in (field, answer_field)},
         )
         if media is not None and (media.processor or any(record.get(name) is not None for name in media_fields)):
