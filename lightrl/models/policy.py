@@ -46,7 +46,8 @@ _RATES = ("dropout", "pdrop", "drop_prob", "drop_rate", "drop_path_rate", "layer
 # Entries of a generation config that contradict nothing.
 _PLAIN = frozenset({"use_cache", "output_attentions", "output_hidden_states", "bos_token_id", "eos_token_id"})
 _PLAIN |= {"pad_token_id", "_from_model_config", "transformers_version"}
-# Model types that tests/models/test_policy.py compares with their own logits, so that runs need not do so.
+# Model types that tests/models/test_policy.py compares with their own logits, and tests/sharing/test_sharing_model.py
+# with whole sequences, so that runs need not do so.
 _TESTED_TYPES = frozenset({"llama", "qwen2", "qwen3"})
 _TESTED_VERSIONS = ("5.19.", "5.23.", "5.24.")  # of transformers: the test suite ran with each of them
 

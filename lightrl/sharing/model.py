@@ -17,7 +17,7 @@ from lightrl.models.critic import Critic
 from lightrl.models.multimodal import FAMILIES
 from lightrl.models.packed_attention import ATTENTION_NAME, CURRENT_LAYOUT, LAYOUT_KEYWORD, Scoring, SplitLayout
 from lightrl.models.per_sequence import RUNS_APART
-from lightrl.models.policy import Policy, response_batch
+from lightrl.models.policy import Policy, needs_score_check, response_batch
 from lightrl.records import PackedBatch
 from lightrl.sharing.attention import tree_layout
 from lightrl.sharing.dealing import deal, split_tree
@@ -118,7 +118,7 @@ def share_by_itself(trainer: Any) -> None:
 def attach_sharing(model: nn.Module, strategy: StrategyBase) -> None:
     """Lets a placed model share prompts, if it does not yet; raises ValueError if that changes its scores.
 
-    Every rank must call it, as all score a few tokens with and without sharing.
+    Every rank must call it, as all may have to score a few tokens with and without sharing.
     """
     scorer = _scorer_of(model)
     if scorer is None or hasattr(_decoder_of(scorer), "prompt_sharing"):
@@ -130,10 +130,18 @@ def attach_sharing(model: nn.Module, strategy: StrategyBase) -> None:
 
 def _attach(kind: type[PromptSharing], scorer: Policy | Critic, model: nn.Module, strategy: StrategyBase) -> str:
     """Returns why a model cannot share prompts; empty if it shares from now on. All ranks decide alike."""
-    model_type: str = _body_of(scorer).config.model_type
     refusal = other_kind(scorer)
     if not strategy.comm.agree(not refusal):
-        return f"model type {model_type!r}{refusal or ', which another rank refused.'}"
+        return f"model type {_body_of(scorer).config.model_type!r}{refusal or ', which another rank refused.'}"
+    if strategy.comm.agree(strategy.device.type == "cpu" and not needs_score_check(_body_of(scorer))):
+        kind(scorer)
+        return ""
+    return _try(kind, scorer, model, strategy)
+
+
+def _try(kind: type[PromptSharing], scorer: Policy | Critic, model: nn.Module, strategy: StrategyBase) -> str:
+    """Does what _attach() does for a model that the tests do not compare: lets it score a few tokens in both ways."""
+    model_type: str = _body_of(scorer).config.model_type
     plain = trial_with_images(_body_of(scorer)) if model_type in FAMILIES else _trial(scorer)
     whole = _numbers(strategy.forward([plain.to(strategy.device)], model=model))
     sharing = kind(scorer)
