@@ -216,8 +216,9 @@ class PolicyObjective(PolicyLoss):
         if "signal_share" in self._traits.needs:
             scored = replace(scored, signal_share=_signal_share(scored, comm))
         advantages = self._estimate(scored).double() if len(scored.rewards) else scored.rewards
-        if not self._traits.whiten:
-            return advantages
+        return self._whitened(advantages, scored, comm) if self._traits.whiten else advantages
+
+    def _whitened(self, advantages: Tensor, scored: ScoredSamples, comm: Comm) -> Tensor:
         assert scored.lengths is not None
         return whiten(advantages, merged_moments(comm.all_gather(moments_of(advantages, scored.lengths)[None])))
 
