@@ -22,7 +22,7 @@ from lightrl.records import PackedBatch
 from lightrl.sharing.attention import tree_layout
 from lightrl.sharing.dealing import deal, split_tree
 from lightrl.sharing.images import trial_with_images
-from lightrl.sharing.tree import PrefixTree, SharedBatch, kept_tokens, share
+from lightrl.sharing.tree import PrefixTree, SharedBatch, kept_tokens, share, tree_of
 from lightrl.strategy import StrategyBase
 
 MODELS = ("model", "policy", "reference", "teacher", "critic")  # attributes of a trainer
@@ -58,18 +58,18 @@ class PromptSharing:
             hook.remove()
         del self._decoder.prompt_sharing
 
-    def with_tree(self, batch: PackedBatch) -> PackedBatch:
-        """Returns a pack with its tree, if it has one; a pack without one runs whole."""
-        return batch
+    def tree_of(self, batch: PackedBatch) -> tuple[PackedBatch, PrefixTree | None]:
+        """Returns a pack and its tree, if it has one; a pack without one runs whole."""
+        return batch, batch.tree if isinstance(batch, SharedBatch) else None
 
     def _keep(self, model: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Passes the model only the tokens that are computed."""
         self._tree = None
         if not args or not isinstance(args[0], PackedBatch):  # a user's dictionary needs the states of all tokens
             return None
-        batch = self.with_tree(args[0])
-        if isinstance(batch, SharedBatch):
-            self._tree, batch, group = batch.tree, kept_tokens(batch), model.sequence_group
+        batch, tree = self.tree_of(args[0])
+        if tree is not None:
+            self._tree, batch, group = tree, kept_tokens(batch, tree), model.sequence_group
             batch = batch if group is None else deal(batch, group.size)
         return (batch, *args[1:])
 
@@ -92,13 +92,12 @@ class OwnTrees(PromptSharing):
     may_copy = False  # with short prompts, it takes longer than whole sequences
     statistics: Statistics | None = None
 
-    def with_tree(self, batch: PackedBatch) -> PackedBatch:
-        """Returns the pack with its tree if the tree is worth it."""
-        batch, whole = share(batch, MOST_COMPUTED), batch.cu_seqlens[-1]
+    def tree_of(self, batch: PackedBatch) -> tuple[PackedBatch, PrefixTree | None]:
+        """Returns the pack and its tree if the tree is worth it."""
+        (batch, tree), whole = tree_of(batch, MOST_COMPUTED), batch.cu_seqlens[-1]
         if self.statistics is not None:
-            computed = len(batch.tree.kept) if isinstance(batch, SharedBatch) else whole
-            self.statistics.mean("tokens/computed_share", computed, whole)
-        return batch
+            self.statistics.mean("tokens/computed_share", whole if tree is None else len(tree.kept), whole)
+        return batch, tree
 
 
 def share_by_itself(trainer: Any) -> None:

@@ -75,9 +75,14 @@ def share(batch: PackedBatch, most: float = 1.0) -> PackedBatch:
         batch: a pack on the CPU.
         most: the largest share of the pack's tokens that the tree may compute.
     """
-    batch, keys = (batch, batch.input_ids.numpy()) if batch.vision is None else identified(batch, batch.vision)
-    tree = prefix_tree(keys, batch.cu_seqlens, most)
+    batch, tree = tree_of(batch, most)
     return batch if tree is None else with_tree(batch, tree)
+
+
+def tree_of(batch: PackedBatch, most: float = 1.0) -> tuple[PackedBatch, PrefixTree | None]:
+    """Returns what share() puts together: the pack with each image once, and its tree."""
+    batch, keys = (batch, batch.input_ids.numpy()) if batch.vision is None else identified(batch, batch.vision)
+    return batch, prefix_tree(keys, batch.cu_seqlens, most)
 
 
 def with_tree(batch: PackedBatch, tree: PrefixTree) -> SharedBatch:
@@ -85,9 +90,9 @@ def with_tree(batch: PackedBatch, tree: PrefixTree) -> SharedBatch:
     return SharedBatch(**_columns(batch), tree=tree)
 
 
-def kept_tokens(batch: SharedBatch) -> KeptBatch:
+def kept_tokens(batch: PackedBatch, tree: PrefixTree) -> KeptBatch:
     """Returns the tokens of a pack that are computed."""
-    tree, vision = batch.tree, batch.vision
+    vision = batch.vision
     changed: dict[str, Any] = {
         "input_ids": batch.input_ids[tree.kept],
         "position_ids": batch.position_ids[..., tree.kept],

@@ -25,7 +25,7 @@ def kept() -> KeptBatch:
     """25 tokens: 20 of the prompt, 2 and 3 of the responses."""
     shared = share(response_batch([(PROMPT, sequence[20:]) for sequence in SEQUENCES]))
     assert isinstance(shared, SharedBatch)
-    return kept_tokens(shared)
+    return kept_tokens(shared, shared.tree)
 
 
 def test_every_rank_gets_an_even_share_of_prompt_and_responses() -> None:
