@@ -133,9 +133,8 @@ def kind_of(reward: AnyReward) -> RewardKind:
         max_concurrency=getattr(function, "max_concurrency", None),
         needs_time_limit=getattr(function, "needs_time_limit", True),
     )
-    if is_batched or kind.isolation is not None:
-        _check_marks(reward, kind, is_grouped=is_grouped)
     if not str(getattr(function, "__module__", "")).startswith("lightrl.rewards."):  # built-in ones have tests
+        _check_marks(reward, kind, is_grouped=is_grouped)
         _check_signature(reward, kind.scope)
     return kind
 
