@@ -8,20 +8,32 @@ from lightrl.rewards.own_frames import explain
 from lightrl.rewards.scoring import RewardError
 
 
+def judged(answer: str | None) -> Sample:
+    prompt = Prompt(index=3, text="1+1=", token_ids=(1,), answer=answer)
+    return Sample(
+        prompt=prompt, position=0, sample_index=2, response_ids=(), sampler_logprobs=(), versions=(),
+        finish_reason="stop", text="2",
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(("body", "in_frames"), [("return helper(sample)", True), ("return None", False)])
 def test_only_frames_of_the_user_are_shown(body: str, in_frames: bool, tmp_path) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path / "mine.py"
     path.write_text(f"def helper(sample):\n    return sample.text[9]\n\n\ndef third(sample):\n    {body}\n")
-    prompt = Prompt(index=3, text="1+1=", token_ids=(1,), answer="2")
-    sample = Sample(
-        prompt=prompt, position=0, sample_index=2, response_ids=(), sampler_logprobs=(), versions=(),
-        finish_reason="stop", text="2",
-    )  # fmt: skip
     with pytest.raises(RewardError) as caught:
-        score(load_reward(f"{path}:third"), [sample])
+        score(load_reward(f"{path}:third"), [judged("2")])
     shown = explain(caught.value)
     assert "lightrl/" not in shown.replace(str(tmp_path), "")
-    assert ("mine.py" in shown and "line 2, in helper" in shown and "IndexError" in shown) is in_frames
+    assert ("mine.py" in shown and "line 2, in helper" in shown and "\nIndexError: " in shown) is in_frames
     assert "prompt 3 '1+1=', sample 2, response '2'" in shown.splitlines()[-1]
     assert shown.splitlines()[-1].startswith("error: The reward 'third'")
     assert "--max_reward_failures" in shown.splitlines()[-1]
+
+
+def test_a_reward_beside_the_package_is_the_users_and_a_builtin_one_is_not() -> None:
+    with pytest.raises(RewardError) as caught:
+        score(lambda sample: sample.text[9], [judged("2")])
+    assert f'File "{__file__}"' in explain(caught.value)
+    with pytest.raises(RewardError) as caught:
+        score(load_reward("exact_match"), [judged(None)])
+    assert explain(caught.value).startswith("error: The reward 'exact_match' raised ValueError")

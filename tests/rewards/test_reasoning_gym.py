@@ -74,6 +74,10 @@ def test_a_task_that_cannot_read_its_own_answer_is_an_error() -> None:
         ReasoningGym._score(broken, "1", {"answer": "2"})
 
 
+def test_an_answer_that_the_task_cannot_read_has_no_score() -> None:
+    assert ReasoningGym._score(lambda answer, entry: float(answer), "two", {"answer": "2"}) == 0.0
+
+
 def test_a_package_that_is_missing_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ImportError, match=r'needs reasoning_gym: pip install "lightrl\[reasoning-gym\]"'):

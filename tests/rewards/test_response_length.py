@@ -12,6 +12,7 @@ def test_nearer_to_the_target_is_better() -> None:
     reward = ResponseLength(target=4)
     found = [reward(answered("", num_tokens=count)) for count in (0, 1, 4, 5, 8, 100)]
     assert found == [0.0, 0.25, 1.0, 0.75, 0.0, 0.0]
+    assert [ResponseLength(target=1)(answered("", num_tokens=count)) for count in (0, 1)] == [0.0, 1.0]
 
 
 def test_what_a_tool_wrote_has_no_length() -> None:
@@ -26,6 +27,7 @@ def test_the_punishment_grows_over_the_cache_to_the_limit() -> None:
     assert found == [0.0, 0.0, -0.25, -0.75, -1.0, -1.0, -1.0]
     hard = ResponseLength(limit=10)
     assert [hard(answered("", num_tokens=count)) for count in (10, 11)] == [0.0, -1.0]
+    assert [ResponseLength(limit=1)(answered("", num_tokens=count)) for count in (1, 2)] == [0.0, -1.0]
 
 
 @pytest.mark.parametrize(

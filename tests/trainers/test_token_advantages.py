@@ -78,6 +78,9 @@ def test_what_a_tool_wrote_is_no_step_of_the_policy() -> None:
     metrics = statistics.reduce(SimpleNamespace(all_gather_object=lambda item: [item]))
     assert metrics["critic/value_mean"] == pytest.approx((0.5 + 0.75 + 0.2 + 0.4) / 4, abs=1e-6)
     assert metrics["critic/return_mean"] == pytest.approx((0.4375 + 1.0 + 0.225 + 0.5) / 4, abs=1e-6)
+    whitened = TokenAdvantages(PPOAlgorithmConfig(advantage_normalization="whiten"))
+    found = whitened.targets([first, second], VALUES, None, 0.0, Comm(), Statistics())
+    assert [value == 0 for value in found.advantages[0, 0]] == [False, True, False]
 
 
 def test_a_response_that_was_cut_off_may_go_on() -> None:
@@ -142,7 +145,8 @@ def test_rewards_are_measured_by_all_of_the_run() -> None:
 
 
 def test_advantages_may_be_measured_by_all_of_the_run() -> None:
-    estimator = TokenAdvantages(PPOAlgorithmConfig(advantage_normalization="running"))
+    options = PPOAlgorithmConfig(advantage_normalization="running")
+    estimator = TokenAdvantages(options)
     none = {(0, 0): [0.0] * 4, (0, 1): [0.0] * 3}
 
     def first_advantage() -> float:
@@ -154,6 +158,9 @@ def test_advantages_may_be_measured_by_all_of_the_run() -> None:
     assert first_advantage() == pytest.approx(0.4 / 0.24**0.5, abs=1e-6)
     # Ten tokens, six of 1 and four of 0: 6 x 0.4^2 + 4 x 0.6^2 = 2.4
     assert estimator.state_dict()["advantage_moments"] == pytest.approx([10.0, 0.6, 2.4], abs=1e-6)
+    again = TokenAdvantages(options)
+    again.load_state_dict(estimator.state_dict())
+    assert again.state_dict() == estimator.state_dict()
 
 
 def test_a_value_that_is_not_finite_stays_in_its_step() -> None:
@@ -193,9 +200,9 @@ def test_a_turn_has_what_it_earned() -> None:
         turns=(0, 3, 5),
         turn_rewards=(2.0, 0.5),
     )
-    values = {(0, 0): [0.0] * 7}
 
-    def returns(**options: str) -> list[float]:
+    def returns(turned: Sample, **options: str) -> list[float]:
+        values = {(0, 0): [0.0] * (len(turned.response_ids) + 1)}
         config = PPOAlgorithmConfig(
             advantage="returns_to_go", advantage_args=("gamma=0.5",), advantage_normalization="none", **options
         )
@@ -204,9 +211,13 @@ def test_a_turn_has_what_it_earned() -> None:
 
     # The policy's tokens are 0, 1 and 5. Token 1 earned 2, and the last has the rest of 3, the 0.5 of a turn without a
     # trained token among it: 1; 2 + 0.5 x 1 = 2.5; 0.5 x 2.5 = 1.25.
-    assert returns(reward_at="turns") == pytest.approx([1.25, 2.5, 0.0, 0.0, 0.0, 1.0], abs=1e-6)
+    assert returns(turned, reward_at="turns") == pytest.approx([1.25, 2.5, 0.0, 0.0, 0.0, 1.0], abs=1e-6)
     # All 3 at the end: 3; 1.5; 0.75.
-    assert returns() == pytest.approx([0.75, 1.5, 0.0, 0.0, 0.0, 3.0], abs=1e-6)
+    assert returns(turned) == pytest.approx([0.75, 1.5, 0.0, 0.0, 0.0, 3.0], abs=1e-6)
+    # A turn ends where the next one begins. Token 1 earned 2, token 2 earned 0.5, and the last has the rest of 3, 0.5:
+    # 0.5; 0.5 + 0.5 x 0.5 = 0.75; 2 + 0.5 x 0.75 = 2.375; 0.5 x 2.375 = 1.1875.
+    adjacent = replace(sample(0, 4, "stop"), turns=(0, 2, 3), turn_rewards=(2.0, 0.5))
+    assert returns(adjacent, reward_at="turns") == pytest.approx([1.1875, 2.375, 0.75, 0.5], abs=1e-6)
 
 
 def test_without_a_turn_to_wait_for_returns_to_go_is_gae_with_lam_1() -> None:
