@@ -28,6 +28,16 @@ def test_a_ticket_has_its_prompt() -> None:
     assert schedule().prompt(7).index == 2
 
 
+def test_a_rank_opens_its_own_tickets_and_asks_where_all_of_them_are() -> None:
+    asked: list[list[int]] = [[], []]
+    for rank, tickets in enumerate(asked):
+        made = schedule(rank, 2)
+        made._index_at = lambda ticket, tickets=tickets: tickets.append(ticket) or 0
+        made.open([4, 5, 6], 2, 0)
+        assert sorted(made.journals) == [(ticket, index) for ticket in ([4, 6], [5])[rank] for index in range(2)]
+    assert asked == [[4, 5, 6]] * 2  # a curriculum draws at each call
+
+
 def test_a_saved_schedule_goes_on_at_another_number_of_ranks() -> None:
     made = schedule()
     made.open(made.scheduler.start(0), 2, 0)
