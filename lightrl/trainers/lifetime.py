@@ -97,8 +97,8 @@ def _tell_of_the_end(run: StoppableRun, error: RankError) -> None:
 
 def _save_and_stop(run: StoppableRun, signum: int) -> NoReturn:
     name, every = signal.Signals(signum).name, run.config.checkpoint.every
-    if run.step_index and every:
-        if run.step_index % every:  # otherwise it has just been written
+    if every:
+        if run.step_index % every:  # otherwise it has just been written, or nothing was trained yet
             run.save()
         run.strategy.saver.finish()
     if run.strategy.comm.is_main:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import pytest
 
 from lightrl.comm import Comm, RankError
-from lightrl.config import GRPOConfig
+from lightrl.config import GRPOConfig, LateMistakeError
 from lightrl.testing import free_port, run_spmd
 from lightrl.testing.preloaded import Program, start
 from lightrl.trainers import lifetime
@@ -187,14 +187,129 @@ def test_code_that_calls_exit_is_no_success(
     assert "in leave" in capfd.readouterr().err
 
 
+def stoppable(folder: Path, *, step: int = 1, every: int = 0, max_steps: int = 3) -> Any:
+    """A run of one process that counts its saves."""
+    saved: list[int] = []
+    run = SimpleNamespace(
+        folder=SimpleNamespace(root=folder, checkpoints=folder / "checkpoints"),
+        config=SimpleNamespace(checkpoint=SimpleNamespace(every=every, grace_s=300.0), max_steps=max_steps),
+        strategy=SimpleNamespace(comm=Comm(), saver=SimpleNamespace(finish=lambda: None)),
+        step_index=step,
+        saved=saved,
+    )
+    run.save = lambda: saved.append(run.step_index)
+    return run
+
+
 def test_a_rank_that_loses_another_says_how_to_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    folder = SimpleNamespace(root=tmp_path, checkpoints=tmp_path / "checkpoints")
-    config = SimpleNamespace(checkpoint=SimpleNamespace(every=0), max_steps=3)
-    run: Any = SimpleNamespace(folder=folder, config=config, step_index=1, strategy=SimpleNamespace(comm=Comm()))
-    with pytest.raises(RankError), lifetime.ended_by_signals(run):
+    with pytest.raises(RankError), lifetime.ended_by_signals(stoppable(tmp_path)):
         raise RankError("rank 1 is gone")
     told = capfd.readouterr().err
     assert told.index("rank 1 is gone") < told.index("The run has ended; there is no checkpoint, since --checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("step", "every", "code", "saved"),
+    [
+        (3, 2, 75, [3]),
+        (4, 2, 75, []),  # it was saved after this step
+        (0, 2, 75, []),  # nothing was trained yet
+        (3, 0, 128 + signal.SIGUSR1, []),
+        (5, 2, None, []),  # the last step is done, so the run ends as without a signal
+    ],
+)
+def test_a_signal_saves_what_is_not_saved_yet(
+    step: int, every: int, code: int | None, saved: list[int], tmp_path: Path
+) -> None:
+    run = stoppable(tmp_path, step=step, every=every, max_steps=5)
+    with lifetime.ended_by_signals(run) as goes_on:
+        assert goes_on() is (step < 5)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        if code is None:
+            assert not goes_on()
+        else:
+            with pytest.raises(lifetime.StoppedBySignal) as stopped:
+                goes_on()
+            assert stopped.value.code == code
+    assert run.saved == saved
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+
+
+class EndedError(Exception):
+    """Raised where the process would end."""
+
+
+@pytest.fixture
+def watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> lifetime.SignalWatch:
+    """A watch under torchrun, without its thread."""
+
+    def end(code: int) -> NoReturn:
+        raise EndedError(code)
+
+    monkeypatch.setattr(lifetime, "end_process", end)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    made = lifetime.SignalWatch(stoppable(tmp_path))
+    made._former = {signal.SIGTERM: signal.SIG_DFL, signal.SIGUSR1: signal.SIG_DFL}
+    return made
+
+
+def test_only_the_first_signal_sets_the_time_that_is_left(watch: lifetime.SignalWatch) -> None:
+    watch._react(bytes([signal.SIGHUP]))  # somebody else handles it
+    assert (watch.received, watch._deadline) == (0, None)
+    watch._react(bytes([signal.SIGUSR1]))
+    deadline = watch._deadline
+    assert deadline is not None
+    assert 290 < deadline - time.monotonic() <= 300
+    watch._react(bytes([signal.SIGTERM]))
+    assert (watch.received, watch._deadline) == (signal.SIGUSR1, deadline)
+    watch._deadline = time.monotonic() - 1
+    with pytest.raises(EndedError, match=str(128 + signal.SIGUSR1)):
+        watch._react(b"")
+
+
+def test_after_ctrl_c_a_call_into_c_has_a_few_seconds(watch: lifetime.SignalWatch) -> None:
+    watch._react(bytes([signal.SIGINT]))
+    assert watch.received == 0  # Python raises KeyboardInterrupt
+    assert watch._deadline is not None
+    assert 0 < watch._deadline - time.monotonic() <= 5
+    watch._deadline = time.monotonic() - 1
+    with pytest.raises(EndedError, match="130"):
+        watch._react(b"")
+
+
+def test_an_orphan_ends_unless_it_still_saves(watch: lifetime.SignalWatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch._react(b"")
+    monkeypatch.setattr(watch, "_parent", os.getppid() + 1)
+    watch._react(b"")  # a signal to the whole job may be on its way
+    monkeypatch.setattr(lifetime, "_LAG_S", 0.0)
+    with pytest.raises(EndedError, match="1"):
+        watch._react(b"")
+    watch.received = signal.SIGTERM
+    watch._react(b"")
+
+
+@pytest.mark.parametrize(
+    ("error", "has_trainer", "code"),
+    [
+        (ValueError("a wrong option"), False, 2),
+        (ValueError("in a step"), True, 1),
+        (LateMistakeError("a hub that takes no upload"), True, 2),
+        (RankError("rank 1 failed"), False, 1),
+        (KeyboardInterrupt(), False, 130),
+    ],
+)
+def test_every_error_has_its_exit_code(
+    error: BaseException, has_trainer: bool, code: int, tmp_path: Path, watch: lifetime.SignalWatch
+) -> None:
+    with pytest.raises(EndedError, match=f"^{code}$"):
+        lifetime.end_failed(error, stoppable(tmp_path) if has_trainer else None)
+
+
+def test_a_mistake_on_another_rank_is_a_mistake(watch: lifetime.SignalWatch) -> None:
+    error = RankError("rank 1 failed")
+    error.mistake = "rank 1: there is no such file"
+    with pytest.raises(EndedError, match="^2$"):
+        lifetime.end_failed(error, None)
