@@ -21,6 +21,21 @@ def test_plain_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[st
     assert "###############" in out  # 15 of 20 for 0.75
 
 
+def test_the_last_step_is_shown_and_the_table_adds_up_the_seconds(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    console = RunConsole(Shown(), enabled=True, first_step=0, max_steps=41)
+    console.step_done(41, METRICS)  # no multiple of 41 // 20
+    console.final_table([{"step": 1, "time/step": 4.0}])  # no evaluation, no table
+    assert capsys.readouterr().out == "step 41/41  reward 0.500  1,234 tokens/s  entropy 0.250\n"
+    rows = [{"step": step, "time/step": 4.0} for step in range(1, 5)]
+    console.final_table([*rows, {"step": 5, "time/step": None, "eval/accuracy": 1.5, "entropy": 0.25}])
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if "1.500" in line]
+    cells = [cell.strip() for cell in row.split("\u2502")[1:-1]]
+    assert cells == ["5", "1.500", "#" * 20, "", "0.250", "16"]  # a bar is full from 1 on; 4 x 4 s and none
+
+
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     console = RunConsole(Shown(), enabled=False, first_step=0, max_steps=2)
     with console.progress:
