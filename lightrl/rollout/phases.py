@@ -103,8 +103,6 @@ class PhasedDriver(EpisodeDriver):
         return self._allowed is None or wish.ticket < 0 or wish.ticket in self._allowed
 
     def _take_wishes(self) -> list[Wish]:
-        if self._allowed is None:
-            return super()._take_wishes()
         taken = [wish for wish in self._wishes if self._may_run(wish)]
         self._wishes = [wish for wish in self._wishes if not self._may_run(wish)]
         return taken

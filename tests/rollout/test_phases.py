@@ -75,6 +75,24 @@ def test_stopped_episodes_go_on_at_the_same_token() -> None:
     assert ended[1, 0][1] == (0,) * 7 + (1,) * 4
     assert journals[1].partials == {}
     assert sorted(journals[1].completions) == [0, 1]
+    assert not made._journals
+    made.close()
+
+
+def test_closing_ends_the_code_of_episodes() -> None:
+    made, ended = driver(), []
+
+    async def endless() -> None:
+        try:
+            await made.generate([1, 5, 6], SamplingParams(max_new_tokens=30, seed=0, ignore_eos=True))
+        finally:
+            ended.append("its resources are freed")
+
+    made.begin(Journal(0, 0, 0), endless)
+    made.step(2, [0])
+    made.pause(keep=True)
+    made.close()
+    assert ended
     made.close()
 
 
