@@ -36,8 +36,10 @@ def parse_config(config_class: type[ConfigT], argv: Sequence[str] | None = None,
     try:
         if _HELP & set(args):
             _print_help(config_class, args, program)
-        has_file = any(arg.partition("=")[0] == "--config" for arg in args)
-        words = [*_yaml_flags(config_class, _config_path(args)), *args] if has_file else args
+        flags = [arg.partition("=")[0].replace("-", "_") for arg in args if arg.startswith("--")]
+        if len(set(flags)) < len(flags):
+            _refuse_repeated_lists(config_class, flags)
+        words = [*_yaml_flags(config_class, _config_path(args)), *args] if "__config" in flags else args
         import tyro  # noqa: PLC0415  (only the command line needs it)
 
         # The help is in docstrings: looking for comments too would read the sources again at every start.
@@ -63,6 +65,17 @@ def _own_name(arg: str) -> str:
     flag, equals, value = arg.partition("=")
     is_keyword = flag.startswith("--") and keyword.iskeyword(flag.rpartition(".")[2])
     return f"{flag}_{equals}{value}" if is_keyword else arg
+
+
+def _refuse_repeated_lists(config_class: type[Any], flags: Sequence[str]) -> None:
+    """Raises ValueError for a list that is given twice, such as `--reward a --reward b`, which would lose the first.
+
+    Of any other option the last value counts, so that flags can be added behind those of a script.
+    """
+    for name, hint in option_types(config_class).items():
+        count = flags.count(f"__{name}")
+        if count > 1 and ... in get_args(hint):
+            raise ValueError(f"--{name} is given {count} times. Give it once, with all its values.")
 
 
 def _print_help(config_class: type[Any], args: Sequence[str], program: str) -> NoReturn:
