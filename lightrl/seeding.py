@@ -35,10 +35,10 @@ def mix_seed(*parts: int) -> int:
     return prefix_state(*parts) >> 1
 
 
-def mix_seed_array(state: int, last_parts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns mix_seed(*parts, last) for each last part; state: prefix_state(*parts)."""
-    mixed: NDArray[np.uint64] = _splitmix64(np.uint64(state) ^ _splitmix64(last_parts.astype(np.uint64)))
-    return (mixed >> np.uint64(1)).astype(np.int64)
+def prefix_states(states: NDArray[np.uint64] | np.uint64, last_parts: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Returns prefix_state(*parts, last) for each last part; states: prefix_state(*parts)."""
+    mixed: NDArray[np.uint64] = _splitmix64(states ^ _splitmix64(last_parts.astype(np.uint64)))
+    return mixed
 
 
 def uniform_array(states: NDArray[np.uint64], last_parts: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -48,5 +48,4 @@ def uniform_array(states: NDArray[np.uint64], last_parts: NDArray[np.int64]) -> 
         states: prefix_state(*parts) of each draw.
         last_parts: its last part.
     """
-    mixed: NDArray[np.uint64] = _splitmix64(states ^ _splitmix64(last_parts.astype(np.uint64)))
-    return (mixed >> np.uint64(11)).astype(np.float64) / float(1 << 53)
+    return (prefix_states(states, last_parts) >> np.uint64(11)).astype(np.float64) / float(1 << 53)

@@ -1,6 +1,6 @@
 import numpy as np
 
-from lightrl.seeding import mix_seed, mix_seed_array, prefix_state, uniform_array
+from lightrl.seeding import mix_seed, prefix_state, prefix_states, uniform_array
 
 
 def test_splitmix64_reference_values() -> None:
@@ -25,7 +25,7 @@ def test_uniforms_fill_the_interval() -> None:
     assert min(buckets) > 320  # 400 expected, standard deviation 19
 
 
-def test_an_array_of_seeds_has_each_seed() -> None:
+def test_an_array_of_states_has_each_state() -> None:
     last = [0, 1, 17, 2**40, 2**62]
-    seeds = mix_seed_array(prefix_state(3, 4), np.array(last))
-    assert seeds.tolist() == [mix_seed(3, 4, part) for part in last]
+    states = prefix_states(np.uint64(prefix_state(3, 4)), np.array(last))
+    assert states.tolist() == [prefix_state(3, 4, part) for part in last]

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
-from lightrl.seeding import mix_seed, mix_seed_array, prefix_state
+from lightrl.seeding import mix_seed, prefix_state, prefix_states
 
 Item = TypeVar("Item")
 
@@ -24,8 +24,8 @@ def permutation(length: int, seed: int, epoch: int) -> list[int]:
 
 def permutation_array(length: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """Returns permutation() as an array, which takes 8 bytes for each index."""
-    epoch_state = prefix_state(mix_seed(_SHUFFLE_STREAM, seed, epoch))
-    return np.argsort(mix_seed_array(epoch_state, np.arange(length)), kind="stable")
+    epoch_state = np.uint64(prefix_state(mix_seed(_SHUFFLE_STREAM, seed, epoch)))
+    return np.argsort(prefix_states(epoch_state, np.arange(length)), kind="stable")
 
 
 def shard(items: Sequence[Item], rank: int, world: int) -> list[Item]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from lightrl.engines.base import Completion, EnginePrompt, SamplingParams
 from lightrl.engines.native.sampler import SAMPLING
 from lightrl.records import FinishReason
-from lightrl.seeding import prefix_state
+from lightrl.seeding import prefix_state, prefix_states
 
 _FIRST_COLUMNS = 8  # outputs start with room for this many tokens, which doubles as needed
 _OUTPUT = np.dtype([("token", np.int64), ("logprob", np.float64), ("version", np.int64)])
@@ -71,8 +71,7 @@ class RunningSamples:
     def fill(self, rows: slice, request: Request) -> None:
         """Enters the next samples of a request into rows; their first tokens come later."""
         params = request.params
-        first = params.first_sample + request.num_admitted
-        samples = range(first, first + rows.stop - rows.start)
+        samples = params.first_sample + request.num_admitted + np.arange(rows.stop - rows.start)
         self.request[rows] = request
         self.sample[rows] = samples
         self.position[rows] = len(request.prompt) - 1
@@ -82,7 +81,7 @@ class RunningSamples:
         self.stops_at_eos[rows] = not params.ignore_eos
         self.has_stop_tokens[rows] = bool(params.stop_token_ids)
         self.is_constrained[rows] = params.min_new_tokens > 0 or params.has_penalties
-        self.seed_state[rows] = [prefix_state(params.seed or 0, sample) for sample in samples]
+        self.seed_state[rows] = prefix_states(np.uint64(prefix_state(params.seed or 0)), samples)
         self.sampling[rows] = (params.temperature, params.top_p, params.top_k)
 
     def move(self, moves: Moves) -> None:
