@@ -22,8 +22,6 @@ class RolloutHealthConfig(HealthConfig):
 
     min_entropy: float = option(0.001, at_least=0)
     """A step is bad if the mean entropy of the policy at its response tokens is below this, in nats."""
-    max_equal_groups: float = option(0.99, at_least=0, at_most=1)
-    """A step is bad if more than this share of its prompts got the same reward for all samples."""
     max_mismatch: float = option(0.1, at_least=0)
     """A step is bad if the logprobs of engine and trainer differ by more than this on average."""
     max_truncated: float = option(0.99, at_least=0, at_most=1)
@@ -34,3 +32,11 @@ class RolloutHealthConfig(HealthConfig):
     min_response_tokens: float = option(1.0, at_least=0)
     """A step is bad if its responses have no more tokens than this on average; an empty response is an end token alone.
     0: never."""
+
+
+@dataclass(kw_only=True, slots=True)
+class GroupHealthConfig(RolloutHealthConfig):
+    """When a step counts as bad in a run that compares the samples of a prompt with each other."""
+
+    max_equal_groups: float = option(0.99, at_least=0, at_most=1)
+    """A step is bad if more than this share of its prompts got the same reward for all samples."""

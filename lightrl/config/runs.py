@@ -8,7 +8,7 @@ from typing import Literal
 
 from lightrl.config.adapters import check_adapters, check_others
 from lightrl.config.export_sections import ExportOptions
-from lightrl.config.health_section import HealthConfig, RolloutHealthConfig
+from lightrl.config.health_section import GroupHealthConfig, HealthConfig, RolloutHealthConfig
 from lightrl.config.kept_cache import KEEPING_ENGINE, check_keep_cache
 from lightrl.config.log_sections import LogConfig, RolloutLogConfig
 from lightrl.config.options import check_options, constant, nearest_multiples, option, section, without
@@ -50,8 +50,7 @@ class BasicConfig:
     """Hugging Face folder or name. builtin:addition: a small model that is made when it is first used."""
     strategy: str = option("auto", resume="free")
     """How the model is spread over ranks: single, ddp, fsdp, deepspeed, megatron, or your own class as
-    package.module:MyStrategy.
-    auto: single in one process, else fsdp."""
+    package.module:MyStrategy. auto: single in one process, else fsdp."""
     train_data: str = BUILTIN_MODEL
     """Training data: a .jsonl, .json or .parquet file, a pattern such as 'part-*.jsonl', hf:NAME[:SPLIT], a data set's
     folder, reasoning_gym:TASK, or builtin:addition. A sum such as 'a.jsonl + b.jsonl*2' mixes several."""
@@ -314,6 +313,7 @@ class GRPOConfig(RolloutConfig):
     )
     overlong: OverlongConfig = section(OverlongConfig, check=lambda config: _check_overlong(config))
     distillation: DistillationConfig = section(DistillationConfig, check=lambda config: _check_teacher(config))
+    health: GroupHealthConfig = section(GroupHealthConfig, resume="free")
 
     @property
     def samples_can_be_older(self) -> bool:

@@ -10,13 +10,14 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from lightrl.config.health_section import RolloutHealthConfig
+from lightrl.config.health_section import GroupHealthConfig, RolloutHealthConfig
 from lightrl.report.run_files import RunFiles
 from lightrl.report.suspicion import paid_without_answer
 from lightrl.trainers.health import findings as findings_of_step
 
 _FEWEST = 9  # steps that a trend needs
 _RUINED = "One update ruined the policy"
+_OF_PPO = "critic.value_coef"  # the option of a run that learns from groups of equal rewards, too
 _RISE = 0.05  # share of the reward's range below which a change does not count
 
 
@@ -86,7 +87,7 @@ def _with_consequences(bad: Sequence[_Bad], step: int) -> list[_Bad]:
 
 def _bad_steps(run: RunFiles) -> Iterator[_Bad]:
     """Yields the warnings of --health.*, each kind once with its steps."""
-    limits = RolloutHealthConfig()
+    limits = RolloutHealthConfig() if _OF_PPO in run.config else GroupHealthConfig()
     for item in dataclasses.fields(limits):
         value = run.config.get(f"health.{item.name}")
         if isinstance(value, int | float):
@@ -282,7 +283,7 @@ def _still_rises(evidence: _Evidence) -> Finding | None:
 
 def _equal_groups(evidence: _Evidence) -> Finding | None:
     change, reward = evidence.change.get("reward/equal_groups"), evidence.change["reward/mean"]
-    if change is None or change.late < 0.75:
+    if change is None or change.late < 0.75 or _OF_PPO in evidence.run.config:
         return None
     is_solved = reward.late > 0.5 * evidence.best > 0
     remedy = (

@@ -374,7 +374,8 @@ def describe_rollout(samples: Sequence[Sample], rewards: Sequence[float], statis
     if scored:  # if no sample on any rank has a reward, there is no mean, and 0 would look like one
         statistics.values("reward/mean", [reward for _, reward in scored])
     groups = [[reward for _, reward in group] for _, group in groupby(scored, key=lambda pair: pair[0].position)]
-    statistics.mean("reward/equal_groups", sum(min(group) == max(group) for group in groups), len(groups))
+    if len({sample.position for sample in samples}) < len(samples):  # otherwise nothing could be compared
+        statistics.mean("reward/equal_groups", sum(min(group) == max(group) for group in groups), len(groups))
     response_tokens = sum(len(sample.response_ids) for sample in samples)
     statistics.add("tokens/prompt", sum(len(sample.prompt_ids) for sample in samples))
     statistics.add("tokens/response", response_tokens)

@@ -40,6 +40,13 @@ def test_a_plateau_begins_where_nothing_higher_follows() -> None:
     assert smoothed([0.0, 3.0, 3.0]) == [1.5, 2.0, 3.0]  # of two, three and two values
 
 
+def test_equal_groups_are_no_problem_of_ppo() -> None:
+    always = a_run(stops_at_20, reward__equal_groups=1.0)
+    assert {"Few groups teach anything", "reward/equal_groups is bad in 60 steps (1-60)"} <= set(titles(always))
+    by_critic = a_run(stops_at_20, {"critic.value_coef": 1.0}, reward__equal_groups=1.0)
+    assert not any("groups" in title for title in titles(by_critic))
+
+
 def test_a_rising_reward_is_no_warning() -> None:
     (finding,) = diagnose(a_run(lambda step: 0.01 * step))
     assert (finding.level, finding.title) == ("good", "The reward was still rising")

@@ -11,7 +11,7 @@ import torch
 
 from lightrl.comm import Comm
 from lightrl.config import DynamicSamplingConfig, EvalConfig, GRPOConfig
-from lightrl.config.health_section import RolloutHealthConfig
+from lightrl.config.health_section import GroupHealthConfig
 from lightrl.trainers.grpo import GRPOTrainer
 from lightrl.trainers.health import BadSteps, UnhealthyRunError, batches_of, findings
 from lightrl.trainers.recorded_run import replay
@@ -43,7 +43,7 @@ GOOD = {
     ],
 )
 def test_each_kind_is_found_with_its_number_and_remedy(metric: str, value: float, text: str) -> None:
-    limits = RolloutHealthConfig()
+    limits = GroupHealthConfig()
     assert findings(GOOD, limits) == {}
     found = findings(GOOD | {metric: value}, limits)
     assert list(found) == [metric]
@@ -52,11 +52,11 @@ def test_each_kind_is_found_with_its_number_and_remedy(metric: str, value: float
 
 def test_no_reward_at_all_is_found() -> None:
     metrics = {name: value for name, value in GOOD.items() if name != "reward/mean"} | {"reward/failures": 16.0}
-    assert findings(metrics, RolloutHealthConfig())["reward/failures"].startswith("no sample has a reward: 16 rewards")
+    assert findings(metrics, GroupHealthConfig())["reward/failures"].startswith("no sample has a reward: 16 rewards")
 
 
 def test_a_warning_comes_again_only_when_it_has_long_passed(caplog: pytest.LogCaptureFixture) -> None:
-    config = SimpleNamespace(health=RolloutHealthConfig())
+    config = SimpleNamespace(health=GroupHealthConfig())
     trainer = SimpleNamespace(config=config, strategy=SimpleNamespace(comm=Comm()), step_index=7)
     health = BadSteps(trainer)
     for step in range(7, 40):  # bad in 7, 8 and 10, and again from 21 on
@@ -70,7 +70,7 @@ def test_a_warning_comes_again_only_when_it_has_long_passed(caplog: pytest.LogCa
 
 def test_a_trainer_that_tells_of_no_groups_stops_without_a_batch_to_repeat(tmp_path: Path) -> None:
     strategy, folder = SimpleNamespace(comm=Comm()), SimpleNamespace(root=tmp_path)
-    config = SimpleNamespace(health=RolloutHealthConfig(max_bad_steps=1))
+    config = SimpleNamespace(health=GroupHealthConfig(max_bad_steps=1))
     health = BadSteps(SimpleNamespace(config=config, strategy=strategy, step_index=7, folder=folder))
     with pytest.raises(UnhealthyRunError, match="1 bad steps in a row") as error:
         health.see(GOOD | {"entropy": 0.0})
@@ -153,7 +153,7 @@ def with_equal_rewards(trainer: GRPOTrainer) -> None:
 def test_a_planted_fault_stops_the_run(
     plant: Callable[[GRPOTrainer], None], text: str, train: Callable[..., GRPOTrainer], tmp_path: Path
 ) -> None:
-    trainer = train("run", health=RolloutHealthConfig(max_bad_steps=2))
+    trainer = train("run", health=GroupHealthConfig(max_bad_steps=2))
     plant(trainer)
     with pytest.raises(UnhealthyRunError, match="2 bad steps in a row") as error:
         trainer.fit()
@@ -170,7 +170,7 @@ def test_the_step_after_which_a_run_stopped_is_repeated_to_the_bit(
 ) -> None:
     trainer = train(
         "run",
-        health=RolloutHealthConfig(max_bad_steps=3, max_mismatch=0.0, min_entropy=100.0),
+        health=GroupHealthConfig(max_bad_steps=3, max_mismatch=0.0, min_entropy=100.0),
         dynamic_sampling=DynamicSamplingConfig(
             enabled=draws_more, oversample=2.0
         ),  # half of the groups is learned from

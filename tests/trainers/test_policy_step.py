@@ -90,6 +90,11 @@ def test_the_numbers_of_a_rollout_by_hand() -> None:
     }
 
 
+def test_without_two_samples_of_a_prompt_no_group_is_compared() -> None:
+    assert "reward/equal_groups" not in reduced([sample(0, 3), sample(1, 5)], [0.5, 1.0])
+    assert reduced([sample(0, 3), sample(0, 5)], [0.5, NO_REWARD])["reward/equal_groups"] == 1
+
+
 def test_tokens_of_an_environment_are_counted_apart() -> None:
     samples = [sample(0, 6, own=4, num_prompt=3), sample(0, 5, num_prompt=3)]
     found = reduced(samples, [1.0, 1.0])
