@@ -17,6 +17,7 @@ from lightrl.trainers.policy_step import (
     PromptData,
     describe_batches,
     describe_rollout,
+    evaluate,
     start_engine,
     sync_engine,
 )
@@ -40,16 +41,16 @@ class BestOfGroupTrainer(Trainer):
         self.collector = start_engine(self.run, self.model, rewards)
 
     def step(self) -> StepReport:
-        size = self.config.group_size
+        size, temperature = self.config.group_size, self.config.temperature
         prompts = self.prompts.draw(self.config.num_prompts)
-        samples = self.collector.sample(prompts, step=self.step_index, group_size=size, temperature=1.0)
+        samples = self.collector.sample(prompts, step=self.step_index, group_size=size, temperature=temperature)
         rewards = self.collector.score(samples, self.statistics)
         describe_rollout(samples, rewards, self.statistics)
         groups = [range(start, start + size) for start in range(0, len(samples), size)]
         best = [max(group, key=lambda index: rewards[index]) for group in groups]
         chosen = [Experience(sample=samples[i], reward=rewards[i], advantage=1.0) for i in best if rewards[i] > 0]
         packs = self.updates.micro_batches(chosen)
-        self.updates.train(self.model, [packs], self.loss, self.weight)
+        self.updates.train(self.model, [packs], self.loss, self.weight, is_sampler=True)  # measures mismatch/*
         sync_engine(self)
         return StepReport(metrics=self.statistics.reduce(self.strategy.comm), experience=chosen)
 
@@ -60,7 +61,7 @@ class BestOfGroupTrainer(Trainer):
         return batch.loss_mask.sum()
 
     def evaluate(self) -> dict[str, float]:
-        return self.collector.evaluate(self.prompts.evaluation, temperature=1.0)
+        return evaluate(self.collector, self.prompts, self.config.eval)
 
 
 if __name__ == "__main__":
