@@ -376,11 +376,10 @@ def describe_rollout(samples: Sequence[Sample], rewards: Sequence[float], statis
     groups = [[reward for _, reward in group] for _, group in groupby(scored, key=lambda pair: pair[0].position)]
     if len({sample.position for sample in samples}) < len(samples):  # otherwise nothing could be compared
         statistics.mean("reward/equal_groups", sum(min(group) == max(group) for group in groups), len(groups))
-    response_tokens = sum(len(sample.response_ids) for sample in samples)
     statistics.add("tokens/prompt", sum(len(sample.prompt_ids) for sample in samples))
-    statistics.add("tokens/response", response_tokens)
+    statistics.add("tokens/response", sum(len(sample.response_ids) for sample in samples))
     if any(sample.own for sample in samples):
-        statistics.add("tokens/environment", response_tokens - sum(sample.num_own for sample in samples))
+        statistics.add("tokens/environment", sum(len(sample.response_ids) - sample.num_own for sample in samples))
     statistics.mean("tokens/response_mean", sum(sample.num_own for sample in samples), len(samples))
     statistics.maximum("tokens/response_max", max((sample.num_own for sample in samples), default=0))
     statistics.mean("tokens/truncated", sum(is_truncated(sample) for sample in samples), len(samples))
