@@ -164,6 +164,8 @@ def test_a_list_of_ones_own_is_added_up() -> None:
     assert scored(rewards, [answered("12", 1)]) == ([2.5], {"half": [0.5], "length_of": [2.0]})
     with pytest.raises(ValueError, match="The list of rewards is empty"):
         RewardSet.from_config(GRPOConfig(), [])
+    with pytest.raises(ValueError, match="two rewards named 'half'"):
+        RewardSet.from_config(GRPOConfig(), [half, half])
 
 
 def test_a_file_without_a_function_lists_its_functions(tmp_path: Path) -> None:
