@@ -1,5 +1,6 @@
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ def test_new_folders_are_never_shared(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     paths = [new_run_path("grpo") for _ in range(3)]  # in the same second, more often than not
     assert len(set(paths)) == 3
+    assert re.fullmatch(r"grpo-\d{8}-\d{6}", paths[0].name)
     assert all(path.is_dir() for path in paths)
 
 

@@ -16,12 +16,14 @@ from typing import Any
 
 import pytest
 
+from lightrl.checkpoint import CheckpointDirectory
+from lightrl.comm import Comm
 from lightrl.config import GRPOConfig
 from lightrl.testing import run_spmd
 from lightrl.testing.preloaded import Program, start
 from lightrl.testing.spmd import SpmdError
 from lightrl.trainers import run_folder
-from lightrl.trainers.run_folder import RunFolder, disown, disown_all, own
+from lightrl.trainers.run_folder import RunFolder, disown, disown_all, open_folder, own
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "signalled_program.py"
 
@@ -79,6 +81,23 @@ def test_a_process_may_open_its_folder_again_and_leaves_nothing(tmp_path: Path) 
     (root / "owner.json").unlink()  # by hand
     own(root)
     assert (root / "owner.json").exists()
+
+
+def test_a_trainer_owns_the_folder_that_it_opens_and_finds_its_checkpoint(tmp_path: Path) -> None:
+    config = GRPOConfig(output_dir=str(tmp_path / "run"))
+    folder, checkpoint = open_folder(config, "rollout", Comm())
+    assert not folder.root.exists()  # such a rank only generates
+    folder, checkpoint = open_folder(config, "grpo", Comm())
+    assert [path.name for path in folder.root.iterdir()] == ["owner.json"]
+    assert checkpoint is None
+    folder.open(config, 0)
+    folder.append_metrics(1, {})
+    directory = CheckpointDirectory(folder.checkpoints, keep=1)
+    (directory.begin(1) / "file").write_text("x")
+    written = directory.commit(1)
+    assert open_folder(config, "grpo", Comm())[1] == written
+    with pytest.raises(ValueError, match="belongs to another run: seed was 0, now 3"):
+        open_folder(GRPOConfig(output_dir=str(tmp_path / "run"), seed=3), "grpo", Comm())
 
 
 def test_a_forked_child_does_not_keep_the_folder(tmp_path: Path) -> None:
