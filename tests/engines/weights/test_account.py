@@ -14,6 +14,7 @@ from lightrl.engines.weights.account import (
     RankAgreement,
     WeightAccount,
     WeightProof,
+    few_values,
     named_shapes,
     raise_problems,
     sampled_indices,
@@ -81,6 +82,8 @@ def test_a_long_list_of_problems_is_cut() -> None:
     raise_problems([], "Weight sync to version 1")
     with pytest.raises(WeightSyncError, match="Weight sync to version 1 failed: p0; p1; .*p19; and 2 more"):
         raise_problems([f"p{index}" for index in range(22)], "Weight sync to version 1")
+    with pytest.raises(WeightSyncError, match=r"; p19\.$"):
+        raise_problems([f"p{index}" for index in range(20)], "Weight sync to version 1")
 
 
 def held(parameter: nn.Parameter, given: torch.Tensor, place: Place | None = None) -> bool:
@@ -139,6 +142,15 @@ def test_samples_meet_every_column_of_a_matrix_and_every_value_of_a_small_one() 
     assert sorted(places.tolist()) == [0, 1, 2]
     rows, columns = sampled_indices((9, 5), ((0, 4, 2), (1, 3, 1)))
     assert sorted(zip(rows.tolist(), columns.tolist(), strict=True)) == [(4, 3), (5, 3)]
+
+
+def test_few_values_are_from_all_over_a_vector_or_a_matrix() -> None:
+    # 32 values: every third of 96; of [64, 40], each 64 // 32 = 2 rows down and 40 // 32 = 1 column to the right.
+    matrix, vector = few_values(torch.arange(64 * 40).view(64, 40)), few_values(torch.arange(96))
+    assert matrix is not None
+    assert vector is not None
+    assert matrix.tolist() == [81 * place for place in range(32)]
+    assert vector.tolist() == [3 * place for place in range(32)]
 
 
 # ---- The proof that what reaches an engine is what the trainer has
