@@ -114,6 +114,9 @@ def test_experts_stacked_or_one_by_one() -> None:
     assert finder.places("layer.experts.2.down_proj.weight", (6, 4)) == [
         Place("layer.experts.w2_weight", ((0, 2, 1),), ((1, 2, 2),))
     ]
+    (first,) = finder.places("layer.experts.0.down_proj.weight", (6, 4)) or ()
+    assert first.held == ((0, 0, 1),)
+    assert finder.places("layer.experts.3.down_proj.weight", (6, 4)) == []  # another rank has it
     packed = Placement(serving_model(), ServerRules(compares_experts=False))
     assert packed.places("layer.experts.down_proj", (3, 6, 4)) is None
 
@@ -148,6 +151,16 @@ def test_models_inside_a_model_rename_too() -> None:
     model.inner.hf_to_vllm_mapper = SimpleNamespace(**rules, orig_to_new_prefix={"block.": "layer."})
     finder = Placement(model, RULES)
     assert finder.places("model.block.norm.weight", (6,)) == [Place("inner.layer.norm.weight", (), ())]
+
+
+def test_a_model_renames_parts_and_endings_of_names() -> None:
+    model = serving_model()
+    model.hf_to_vllm_mapper = SimpleNamespace(
+        orig_to_new_substr={".block.": "."}, orig_to_new_prefix={}, orig_to_new_suffix={".gamma": ".weight", ".b": None}
+    )
+    finder = Placement(model, RULES)
+    assert finder.places("layer.block.norm.gamma", (6,)) == [Place("layer.norm.weight")]
+    assert finder.own_name("layer.norm.b") == "layer.norm.b"
 
 
 def test_a_server_may_know_a_name_by_an_ending_that_only_one_parameter_has() -> None:
