@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lightrl.parcels import exchange_objects, gather_objects, gather_rows
-from lightrl.process_group import consecutive_group, control_group, join, pick_gpu
+from lightrl.process_group import consecutive_group, control_group, error_of_nccl, join, pick_gpu
 from lightrl.rank_board import RankBoard, describe, is_lost_peer
 from lightrl.stall_watch import StallWatch, is_wanted
 from lightrl.trees import map_by_kind, map_leaves
@@ -245,7 +245,8 @@ class RankComm(Comm):
         self._watch: StallWatch | None = None
         if store is not None:
             self._board = RankBoard(store, self.rank, self.world)
-            self._watch = StallWatch(store, self._board, self.rank, self.world) if is_wanted() else None
+            found = error_of_nccl if self.device.type == "cuda" else None
+            self._watch = StallWatch(store, self._board, self.rank, self.world, found) if is_wanted() else None
 
     # ---- Phases and errors -------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -110,6 +111,20 @@ def link_group(name: str, rank: int, size: int, device: torch.device, timeout: t
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, size, options)
     return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+def error_of_nccl() -> str:
+    """Returns the error that torch has found in a collective on a GPU, such as TIMEOUT; empty if there is none.
+
+    A minute later torch ends the process from a thread, while the main thread still waits for the device:
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (Watchdog::runLoop)
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):  # torch has no public name for all groups
+        with suppress(RuntimeError, AttributeError):  # a group without NCCL
+            error = str(group._get_backend(torch.device("cuda")).get_error().name)
+            if error != "SUCCESS":
+                return error
+    return ""
 
 
 def watch_group(rank: int, size: int) -> Any:

@@ -3,6 +3,9 @@
 A rank whose collective breaks asks the others through the store, and a thread on each of them answers with the stack of
 its main thread. A process that is stopped, or whose interpreter is held by a call into C, does not answer. Another rank
 on the same host then signals it, so that faulthandler writes its stack, and kills it. One rank makes the report.
+
+A collective on a GPU does not break: the main thread waits for the device, until torch ends the process a minute after
+NCCL's time-out. The thread therefore looks for NCCL's error, and asks in place of the main thread.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ _STACK_SIGNAL = signal.SIGRTMIN + 6 if sys.platform == "linux" else 0  # one tha
 _POLL_S = 1.0  # how often the thread looks at the store
 _ANSWER_S = 3.0  # limit for the answer of a rank that can answer
 _STACK_S = 3.0  # limit for faulthandler to write a stack
+_SKEW_S = 5.0  # by which ranks may come to a collective one after the other, and find its time-out
 _REPORT_S = 20.0  # limit for the report; a store that takes longer has lost its host
 
 _end: Callable[[int], Any] | None = None
@@ -61,7 +65,16 @@ def is_wanted() -> bool:
 class StallWatch:
     """Answers the questions of other ranks, and asks them in turn when a collective of this rank breaks."""
 
-    def __init__(self, store: WatchedStore, board: RankBoard, rank: int, world: int) -> None:
+    def __init__(
+        self,
+        store: WatchedStore,
+        board: RankBoard,
+        rank: int,
+        world: int,
+        error_of_device: Callable[[], str] | None = None,
+    ) -> None:
+        """Takes `error_of_device`, which returns the error of a collective on this rank's GPU, or an empty text."""
+        self._error_of_device = error_of_device
         self._store = store
         # A connection of its own, which no call of the main thread can block. torch's stubs lack the method.
         self._own_store: WatchedStore = cast(Any, store).clone()
@@ -148,8 +161,24 @@ class StallWatch:
             while not self._own_store.check([_ASKED]):
                 if self._stopped.wait(_POLL_S):
                     return False
+                if self._error_of_device is not None and not self._has_given_up:
+                    self._look_at_device(self._error_of_device())
             return True
         return False
+
+    def _look_at_device(self, error: str) -> None:
+        if error:
+            self._has_given_up = True
+            threading.Thread(target=self._give_up, args=(error,), name="stall report", daemon=True).start()
+
+    def _give_up(self, error: str) -> None:
+        """Makes the report, or waits for that of another rank, and ends this process."""
+        phase = self._board.phase
+        text = f"rank {self._rank} waited for its GPU in phase {phase!r}: NCCL gave up a collective ({error})"
+        self._answer(self._store, {"waits": text})
+        time.sleep(_SKEW_S)
+        sys.stderr.write(f"[rank {self._rank}] {self.why_lost(text)}\n")
+        _end_process(1)
 
     def _take_part(self) -> None:
         with suppress(RuntimeError):  # the rank that asked was the store's host, and has ended after its report

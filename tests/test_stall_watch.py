@@ -1,6 +1,7 @@
 """A rank that stops, or whose interpreter is held, is named with its phase and stack, and leaves nothing behind."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,58 @@ class LostStore:
 
     def check(self, keys: list[str]) -> bool:
         raise RuntimeError("Connection reset by peer")
+
+
+class SharedStore:
+    """The store of all ranks, in one process."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+
+    def clone(self) -> "SharedStore":
+        return self
+
+    def add(self, key: str, amount: int) -> int:
+        self.values[key] = str(int(self.values.get(key, "0")) + amount)
+        return int(self.values[key])
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self.values[key].encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.values for key in keys)
+
+
+def test_ranks_that_wait_for_their_gpus_report_before_torch_ends_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(stall_watch, "_end", ended.append)
+    monkeypatch.setattr(stall_watch, "_POLL_S", 0.02)
+    monkeypatch.setattr(stall_watch, "_SKEW_S", 0.3)
+    store = SharedStore()
+    boards = [RankBoard(store, rank, 3) for rank in range(3)]
+    for board, phase in zip(boards, ("learn", "learn", "reward"), strict=True):
+        board.enter(phase)
+    errors = ["TIMEOUT", "", ""]  # rank 1 came to the collective a moment later
+    watches = [StallWatch(store, boards[rank], rank, 3, lambda rank=rank: errors[rank]) for rank in range(3)]
+    time.sleep(0.1)
+    assert not ended
+    errors[1] = "TIMEOUT"
+    deadline = time.monotonic() + 20
+    while len(ended) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    report = capsys.readouterr().err
+    assert ended == [1, 1, 1]
+    assert "rank 0 waited for its GPU in phase 'learn': NCCL gave up a collective (TIMEOUT)" in report
+    assert report.count("did not come") == 1
+    assert "rank 2 did not come: in phase 'reward' since " in report
+    assert "rank 1 waited too, in phase 'learn' since " in report
+    for watch in watches:
+        watch.stop()
 
 
 def test_a_store_that_goes_before_anybody_asks_ends_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:

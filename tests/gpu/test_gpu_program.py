@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,37 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; torch sees none here"),
 ]
 ROOT = Path(__file__).parents[2]
+
+
+STUCK = """
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from lightrl.comm import connect, pick_device
+from lightrl.stall_watch import end_by
+
+end_by(os._exit)
+comm = connect(pick_device("cuda", 1), timedelta(seconds=5))
+with comm.phase("learn"):
+    ones = torch.ones(4, device=comm.device)
+    dist.all_reduce(ones)
+    print(ones.sum().item(), flush=True)
+    torch.cuda._sleep(1 << 37)  # for a minute or more, as if another rank did not come
+    dist.all_reduce(ones)
+    print(ones.sum().item())
+"""
+
+
+def test_a_stuck_collective_is_reported_before_torch_ends_the_process(tmp_path: Path) -> None:
+    program = tmp_path / "stuck.py"
+    program.write_text(STUCK)
+    started = time.monotonic()
+    output = run_spmd(program, world_size=1, timeout_s=100, expect_failure=True)
+    assert "rank 0 waited for its GPU in phase 'learn': NCCL gave up a collective (TIMEOUT)" in output
+    assert time.monotonic() - started < 60
 
 
 def single_on_gpu() -> SingleStrategy:
