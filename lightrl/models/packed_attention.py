@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby, pairwise
 from typing import Any, TypeAlias
 
@@ -21,6 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.modeling_flash_attention_utils import _flash_attention_forward
 from transformers.utils.import_utils import is_flash_attn_2_available
 
+from lightrl.models.attention_blocks import Attend, in_turn, in_windows
 from lightrl.models.fixed_rope import fix_frequencies
 from lightrl.models.token_split import SequenceGroup, Tokens, split_tokens
 
@@ -55,7 +56,7 @@ class PackedLayout:
 
     cu_seqlens: tuple[int, ...]  # S + 1 boundaries, from 0 to T
     runs: tuple[tuple[int, int], ...]  # (number of sequences, their length): adjacent sequences of equal length
-    boundaries: Tensor | None  # cu_seqlens as int32 on the device, for the flash-attention kernel
+    boundaries: Tensor | None  # cu_seqlens as int32 on the device, for flash-attention; None if that is not installed
 
     @property
     def num_tokens(self) -> int:
@@ -100,8 +101,13 @@ def packed_layout(cu_seqlens: tuple[int, ...], device: torch.device) -> PackedLa
     return PackedLayout(
         cu_seqlens=cu_seqlens,
         runs=tuple((len(list(same)), length) for length, same in groupby(lengths)),
-        boundaries=torch.tensor(cu_seqlens, dtype=torch.int32, device=device) if device.type == "cuda" else None,
+        boundaries=_on_gpu(cu_seqlens, device) if device.type == "cuda" and _has_flash_attention() else None,
     )
+
+
+def _on_gpu(cu_seqlens: tuple[int, ...], device: torch.device) -> Tensor:
+    """Copies boundaries from pinned memory, so that the host need not wait for all earlier work of the device."""
+    return torch.tensor(cu_seqlens, dtype=torch.int32).pin_memory().to(device, non_blocking=True)
 
 
 def _split(tokens: Tokens, group: SequenceGroup) -> tuple[Tokens, SplitLayout]:
@@ -299,7 +305,7 @@ def visible(num_queries: int, num_keys: int, window: int | None, device: torch.d
 
 def _attend_by_runs(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scoring: Scoring) -> Tensor:
     """Computes attention with one call for each run of sequences of equal length."""
-    attend = _sdpa if scoring.softcap is None and scoring.sinks is None else eager_attention
+    attend: Attend = _sdpa if scoring.softcap is None and scoring.sinks is None else partial(in_turn, eager_attention)
     num_tokens = [count * length for count, length in layout.runs]
     # split, not slices: its backward is one concatenation; the backward of each slice would fill a tensor with zeros.
     pieces = zip(*(part.split(num_tokens, dim=2) for part in (query, key, value)), strict=True)
@@ -312,8 +318,14 @@ def _attend_by_runs(query: Tensor, key: Tensor, value: Tensor, layout: PackedLay
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    sees_all = scoring.window is None or scoring.window >= query.shape[2]
-    mask = None if sees_all else visible(query.shape[2], query.shape[2], scoring.window, query.device)
+    if scoring.window is not None:
+        return in_windows(_sdpa_of_window, query, key, value, scoring)
+    return grouped_attention(query, key, value, None, scoring.scale)
+
+
+def _sdpa_of_window(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    sees_all = scoring.window is None or scoring.window >= key.shape[2]
+    mask = None if sees_all else visible(query.shape[2], key.shape[2], scoring.window, query.device)
     return grouped_attention(query, key, value, mask, scoring.scale)
 
 
