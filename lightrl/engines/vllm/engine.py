@@ -114,8 +114,8 @@ class VLLMEngine(InferenceEngine):
         self.image_token_id = media_token(source, "image") if takes_media else None
         self.video_token_id = media_token(source, "video") if takes_media else None
         self.unread: tuple[str, ...] = ()  # parameters that the last load did not compare; the canary covers them
-        # On a GPU, kernels may keep experts in a special layout, which a load in place would not produce.
-        self._packs_experts = device.type == "cuda" and host.has_experts(self._llm)
+        # On a GPU, kernels may read what vLLM makes of the weights after a load, which a load in place would not renew.
+        self._reloads = device.type == "cuda" and host.reloads_whole(self._llm)
         self._samples: dict[str, _Sample] = {}
         self._rendered: dict[int, tuple[EnginePrompt, Any]] = {}  # by id of a measured prompt, until it is submitted
         self._unagreed = hashlib.sha256()  # of the submissions since the last step
@@ -291,15 +291,15 @@ class VLLMEngine(InferenceEngine):
         self._start_again()
 
     def _deliver(self, model: nn.Module, weights: NamedTensors) -> list[str]:
-        packs = self._packs_experts
-        rules = ServerRules(compares_experts=not packs)
+        reloads = self._reloads
+        rules = ServerRules(compares_experts=not reloads)
         placement = Placement(model, rules, tp_rank=self._group.rank, tp_size=self._group.size)
         taken = {*dict(model.named_parameters()), *dict(model.named_buffers())}
         buffers = [(name, buffer) for name, buffer in self._buffers if placement.own_name(name) in taken]
         shapes = self._shapes | {name: tuple(buffer.shape) for name, buffer in buffers}
         account = WeightAccount(shapes, self._tied)
-        load: Any = self._reload if packs else model.load_weights
-        delivery = Delivery(load, account, placement, can_load_one=not packs)
+        load: Any = self._reload if reloads else model.load_weights
+        delivery = Delivery(load, account, placement, can_load_one=not reloads)
         delivery.run(chain(weights, buffers))
         problems = account.problems()
         if delivery.loaded:
@@ -314,7 +314,7 @@ class VLLMEngine(InferenceEngine):
         return problems
 
     def _reload(self, pairs: NamedTensors) -> None:
-        """Loads the whole model at once; at the end, vLLM packs the experts again."""
+        """Loads the whole model at once; at the end, vLLM makes again what its kernels read."""
         self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(pairs)})
 
     def _reset_caches(self) -> None:

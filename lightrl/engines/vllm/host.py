@@ -246,10 +246,18 @@ def worker_of(llm: Any) -> Any:
     return llm.llm_engine.model_executor.driver_worker.worker
 
 
-def has_experts(llm: Any) -> bool:
-    """Returns whether the model has experts, which vLLM's kernels may keep in a layout of their own."""
-    (found,) = llm.apply_model(lambda model: any(hasattr(module, "w13_weight") for module in model.modules()))
-    return bool(found)
+def reloads_whole(llm: Any) -> bool:
+    """Returns whether a load in place would not reach all that kernels read.
+
+    After a load from files, vLLM packs experts, quantises weights, and splits a matrix of latent attention (MLA).
+    """
+    (is_derived,) = llm.apply_model(lambda model: any(map(_derives_weights, model.modules())))
+    return bool(is_derived or llm.llm_engine.model_config.quantization is not None)
+
+
+def _derives_weights(module: nn.Module) -> bool:
+    is_latent = hasattr(module, "kv_lora_rank") and hasattr(module, "process_weights_after_loading")
+    return is_latent or hasattr(module, "w13_weight")
 
 
 def repack_experts(model: nn.Module) -> None:

@@ -20,7 +20,7 @@ from lightrl.config import StrategyOptions
 from lightrl.engines.base import EnginePrompt, SamplingParams, WeightSyncError, create_engine
 from lightrl.engines.colocated import ColocatedEngine
 from lightrl.engines.vllm.build import warn_of_many_threads
-from lightrl.engines.vllm.host import has_experts, kv_storages
+from lightrl.engines.vllm.host import kv_storages, reloads_whole
 from lightrl.imports import is_installed
 from lightrl.models.multimodal import VIDEO_FPS, MediaProcessor, sequence_positions
 from lightrl.testing import EngineContract
@@ -142,8 +142,8 @@ def test_the_way_that_weights_come_to_experts_on_a_gpu(family, folders) -> None:
     """
     source = load_tiny_model(family, folders(family))
     engine = build(source)
-    assert has_experts(engine.engine._llm) == (family == "experts")
-    engine.engine._packs_experts = True
+    assert reloads_whole(engine.engine._llm) == (family == "experts")
+    engine.engine._reloads = True
     for version in range(3):
         engine.update_weights(source.named_parameters(), version)
         assert largest_difference(source, engine.generate(PROMPTS, [SamplingParams(max_new_tokens=8)] * 3)) < 1e-5

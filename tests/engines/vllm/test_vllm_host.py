@@ -4,16 +4,20 @@ import gc
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from lightrl.comm import Comm
 from lightrl.engines.vllm.host import (
     discard_pages,
     glob_escaped,
     process_state_kept,
+    reloads_whole,
     set_defaults,
 )
 
@@ -84,3 +88,28 @@ def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["VLLM_FLOAT32_MATMUL_PRECISION"] == "high"  # which vLLM would reset for the trainer, too
     assert os.environ["VLLM_LOGGING_LEVEL"] == "INFO"
     assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
+
+
+class LatentAttention(nn.Module):
+    kv_lora_rank = 4
+
+    def process_weights_after_loading(self, dtype: torch.dtype) -> None: ...
+
+
+class Experts(nn.Module):
+    w13_weight = torch.zeros(1)
+
+
+def loaded(layer: nn.Module, quantization: str | None = None) -> Any:
+    config = SimpleNamespace(quantization=quantization)
+    return SimpleNamespace(
+        apply_model=lambda work: [work(nn.Sequential(nn.Linear(2, 2), layer))],
+        llm_engine=SimpleNamespace(model_config=config),
+    )
+
+
+def test_a_model_whose_kernels_read_what_a_load_in_place_does_not_reach_is_reloaded() -> None:
+    assert reloads_whole(loaded(Experts()))
+    assert reloads_whole(loaded(LatentAttention()))
+    assert reloads_whole(loaded(nn.Identity(), quantization="fp8"))
+    assert not reloads_whole(loaded(nn.Identity()))
