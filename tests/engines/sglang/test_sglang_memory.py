@@ -76,6 +76,17 @@ def test_the_bytes_of_both_devices_are_counted_once(engine: SGLangEngine) -> Non
     assert engine.sleep(2) == 0
 
 
+def test_a_rank_waits_for_its_own_scheduler(
+    engine: SGLangEngine, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang answers as soon as the first scheduler has released its memory."""
+    free = iter([10 * GIB, 10 * GIB, 10 * GIB, 12 * GIB, 29 * GIB])  # before, after, and three later looks
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (next(free), 80 * GIB))
+    monkeypatch.setattr(engine._group, "broadcast", lambda item: 20 * GIB if isinstance(item, int) else item)
+    engine._group.other = 20 * GIB  # type: ignore[attr-defined]
+    assert engine.sleep(1) == (19 + 20) * GIB
+
+
 def test_memory_that_the_trainer_has_cached_goes_to_the_engine(engine: SGLangEngine, device: Device) -> None:
     """SGLang's scheduler would end for want of it, and the run with it."""
     engine.sleep(2)
