@@ -36,12 +36,13 @@ def in_windows(attend: Attend, query: Tensor, key: Tensor, value: Tensor, scorin
     size = max(scoring.window, _FEWEST_QUERIES)
     if length <= 2 * size:
         return attend(query, key, value, scoring)
-    first = attend(*(part[:, :, :size] for part in (query, key, value)), scoring)
+    first = attend(query[:, :, :size], key[:, :, :size], value[:, :, :size], scoring)
     # The padding comes after all queries, which therefore do not see it.
     padded = (F.pad(part, (0, 0, 0, -length % size)).unflatten(2, (-1, size)) for part in (query, key, value))
     queries, keys, values = padded  # [num_sequences, heads, blocks, size, dim]
     keys, values = (torch.cat([part[:, :, :-1], part[:, :, 1:]], dim=3) for part in (keys, values))
-    others = attend(*(part.transpose(1, 2).flatten(0, 1) for part in (queries[:, :, 1:], keys, values)), scoring)
+    folded = [part.transpose(1, 2).flatten(0, 1) for part in (queries[:, :, 1:], keys, values)]
+    others = attend(folded[0], folded[1], folded[2], scoring)
     others = others.unflatten(0, (num_sequences, -1)).transpose(1, 2).flatten(2, 3)
     return torch.cat([first, others[:, :, : length - size]], dim=2)
 
