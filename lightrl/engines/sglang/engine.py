@@ -52,7 +52,6 @@ T = TypeVar("T")
 _MOST_CUT_TOKENS = 4096  # default of SGLang's sampling_mask_max_tokens
 _IDLE_TIMEOUT_S = 60.0
 _RELEASE_TIMEOUT_S = 10.0
-_SHARE_FREED = 0.8  # of what the first scheduler frees, as parts of a model that are not split evenly may differ
 _TAGS: dict[EnginePart, tuple[str, ...]] = {"kv_cache": ("cuda_graph", "kv_cache"), "weights": ("weights",)}
 _KNOWN_ERRORS = {kind.__name__: kind for kind in (ValueError, TypeError, WeightSyncError, MemoryError)}
 
@@ -375,14 +374,10 @@ class SGLangEngine(InferenceEngine):
         return self._freed[part]
 
     def _freed_since(self, before: int) -> int:
-        """Returns the bytes that this rank's device got back, after a wait for its scheduler: only the first answers.
-
-        The schedulers of a group free about the same. A trainer that went on at once could find no memory.
-        """
-        of_first = self._group.broadcast(self._free_bytes() - before)
-        give_up = time.monotonic() + _RELEASE_TIMEOUT_S
-        while (freed := self._free_bytes() - before) < _SHARE_FREED * of_first and time.monotonic() < give_up:
-            time.sleep(0.01)
+        """Returns the bytes that this rank's device got back; waits for them, as only the first scheduler answers."""
+        of_first, give_up = self._group.broadcast(self._free_bytes() - before), time.monotonic() + _RELEASE_TIMEOUT_S
+        while (freed := self._free_bytes() - before) < 0.8 * of_first and time.monotonic() < give_up:
+            time.sleep(0.01)  # 0.8: what is not split evenly may differ
         return max(0, freed)
 
     @property
