@@ -210,6 +210,16 @@ def test_a_redirect_is_not_followed(server: Server, status: int) -> None:
     assert len(server.requests) == 1
 
 
+def test_a_server_on_this_machine_is_asked_without_a_proxy(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # where nobody listens
+    by_name = server.url.replace("127.0.0.1", "localhost")
+    for url in (server.url, by_name, f"{server.url}/chat/completions"):
+        assert judged(server, "a", url=url, retries=0) == [0.5]
+    assert [path for path, *_ in server.requests] == ["/v1/chat/completions"] * 3
+
+
 def test_no_more_than_the_allowed_number_wait_together(server: Server) -> None:
     def slow(number: int, body: Any) -> Answer:
         time.sleep(0.05)
@@ -225,6 +235,7 @@ def test_no_more_than_the_allowed_number_wait_together(server: Server) -> None:
     [
         ({"url": ""}, "--judge.url is '': it must be such as http"),
         ({"url": "file:///etc/passwd"}, "--judge.url is 'file:///etc/passwd'"),
+        ({"url": "ftp://host/v1"}, "--judge.url is 'ftp://host/v1'"),
         ({"url": "http://me:secret@host/v1"}, "holds a name or password"),
         ({"url": "https://host/v1?key=secret"}, "--judge.url has a part behind . or #"),
         ({"model": ""}, "needs --judge.model"),
