@@ -38,8 +38,8 @@ def join(device: torch.device, timeout: timedelta) -> Store:
     store.set_timeout(timeout)
     _meeting = PrefixStore(f"join_{next(_joins)}", store)
     store = store_of(_role)
-    # No device_id: torch would split this group into those of meshes, which fails with two back ends before torch 2.10,
-    # and up to 2.13 in the second world of a process: https://github.com/pytorch/pytorch/pull/162424, .../pull/192109
+    # No device_id: torch would split this group into those of meshes, which fails up to torch 2.13 in the second world
+    # of a process: https://github.com/pytorch/pytorch/pull/192109
     dist.init_process_group(backend_for(device), store=store, rank=rank, world_size=world, timeout=timeout)
     return store
 

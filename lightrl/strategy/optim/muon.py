@@ -24,14 +24,11 @@ class MuonWithAdamW(Optimizer):
         eps: float,
         fused: bool = True,
     ) -> None:
-        muon_class = getattr(torch.optim, "Muon", None)
-        if muon_class is None:
-            raise ValueError(f"--optim.name muon needs torch 2.9 or later, this is {torch.__version__}.")
         matrices = [group for group in groups if group["is_muon"]]
         others = [group for group in groups if not group["is_muon"]]
         if not matrices:
             raise ValueError("--optim.name muon: the model has no trainable matrices in blocks (an nn.ModuleList).")
-        self._muon = muon_class(matrices, momentum=momentum, adjust_lr_fn="match_rms_adamw")
+        self._muon: Any = torch.optim.Muon(matrices, momentum=momentum, adjust_lr_fn="match_rms_adamw")
         self._adamw = torch.optim.AdamW(others, betas=betas, eps=eps, fused=fused) if others else None
         # These are the children's own dicts, so a schedule that writes "lr" reaches both.
         super().__init__(self._muon.param_groups + (self._adamw.param_groups if self._adamw else []), {})

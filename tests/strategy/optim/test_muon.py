@@ -12,8 +12,6 @@ from lightrl.strategy.optim.muon import MuonWithAdamW
 from lightrl.strategy.torch_native import SingleStrategy
 from lightrl.testing.tiny_training import loss_fn, make_batch, num_tokens, samples, tiny_policy
 
-pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
-
 
 def gradients(model: torch.nn.Module, step: int) -> None:
     draw = torch.Generator().manual_seed(step)
