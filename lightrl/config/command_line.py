@@ -38,7 +38,7 @@ def parse_config(config_class: type[ConfigT], argv: Sequence[str] | None = None,
             _print_help(config_class, args, program)
         flags = [arg.partition("=")[0].replace("-", "_") for arg in args if arg.startswith("--")]
         if len(set(flags)) < len(flags):
-            _refuse_repeated_lists(config_class, flags)
+            _warn_of_repeated_lists(config_class, flags)
         words = [*_yaml_flags(config_class, _config_path(args)), *args] if "__config" in flags else args
         import tyro  # noqa: PLC0415  (only the command line needs it)
 
@@ -67,15 +67,18 @@ def _own_name(arg: str) -> str:
     return f"{flag}_{equals}{value}" if is_keyword else arg
 
 
-def _refuse_repeated_lists(config_class: type[Any], flags: Sequence[str]) -> None:
-    """Raises ValueError for a list that is given twice, such as `--reward a --reward b`, which would lose the first.
+def _warn_of_repeated_lists(config_class: type[Any], flags: Sequence[str]) -> None:
+    """Says that of `--reward a --reward b` only the last counts, as of any option, so that flags override earlier ones.
 
-    Of any other option the last value counts, so that flags can be added behind those of a script.
+    Silence would hide that the first values are lost.
     """
     for name, hint in option_types(config_class).items():
         count = flags.count(f"__{name}")
-        if count > 1 and ... in get_args(hint):
-            raise ValueError(f"--{name} is given {count} times. Give it once, with all its values.")
+        if count > 1 and ... in get_args(hint) and os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(
+                f"note: --{name} is given {count} times, and only the last one counts. To give several values, write "
+                f"them behind one --{name}.\n"
+            )
 
 
 def _print_help(config_class: type[Any], args: Sequence[str], program: str) -> NoReturn:

@@ -89,8 +89,6 @@ def test_a_saved_config_reads_back(tmp_path: Path) -> None:
         (["--engine_args", "x"], "--engine_args 'x': it must be name=value"),
         (["--engine_args", "x=1", "x=2"], "--engine_args: x is given twice"),
         (["--engine_mem_fraction", "1.5"], "--engine_mem_fraction is 1.5: it must be between 0 and 1"),
-        (["--reward", "a", "--reward=b"], "--reward is given 2 times. Give it once, with all its values."),
-        (["--optim.lr-scales", "a=1", "--optim.lr_scales", "b=1"], "--optim.lr_scales is given 2 times"),
         (["--lr", "-1"], "--lr is -1.0: it must be 0 or above"),
         (["--lr", "inf"], "--lr is inf: it must be a finite number"),
         (["--optim.betas", "2", "3"], "it must be two numbers in [0, 1)"),
@@ -120,9 +118,20 @@ def test_a_mistake_ends_with_code_2_and_says_what_to_do(
     assert text in fail(capsys, *argv)
 
 
-def test_the_last_value_of_an_option_counts_unless_it_is_a_list() -> None:
+def test_the_last_value_of_an_option_counts_with_a_note_if_it_is_a_list(capsys: pytest.CaptureFixture[str]) -> None:
     config = parse_config(GRPOConfig, ["--lr", "1", "--optim.betas", "0", "0", "--lr=2", "--optim.betas", "0.5", "0.9"])
     assert (config.lr, config.optim.betas) == (2.0, (0.5, 0.9))
+    assert not capsys.readouterr().err
+    config = parse_config(
+        GRPOConfig, ["--reward", "a", "--optim.lr-scales=x=1", "--reward=b", "--optim.lr_scales", "y=1"]
+    )
+    assert (config.reward, config.optim.lr_scales) == (("b",), ("y=1",))
+    notes = capsys.readouterr().err.splitlines()
+    assert notes == [
+        f"note: --{name} is given 2 times, and only the last one counts. To give several values, write them behind one "
+        f"--{name}."
+        for name in ("optim.lr_scales", "reward")
+    ]
 
 
 def test_an_estimator_of_ones_own_may_take_a_group_of_one() -> None:
