@@ -4,8 +4,8 @@
 
 Training means forward and backward of one packed sequence with gradient checkpointing, without an optimizer. MFU counts
 6 operations per parameter and token, plus those of causal attention. Decoding is compared with reading the weights once
-for each token of all rows. Peak and bandwidth default to those of an H100. Without a GPU, it runs on the CPU, where
-only `--models tiny` makes sense.
+for each token of all rows; the second of two runs counts, which replays the CUDA graphs that the first captured. Peak
+and bandwidth default to those of an H100. Without a GPU, it runs on the CPU, where only `--models tiny` makes sense.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import argparse
 import gc
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from lightrl.engines.base import SamplingParams
+from lightrl.engines.native.eager import EagerEngine
 from lightrl.engines.native.engine import NativeEngine
 from lightrl.models.policy import Policy, response_batch
 
@@ -79,10 +81,10 @@ def train(name: str, length: int, device: torch.device, peak_tflops: float) -> s
     return f"train {length} tokens: {length / taken:.0f} tokens/s, MFU {flops / taken / peak_tflops / 1e12:.1%}{peak}"
 
 
-def decode(name: str, device: torch.device, bandwidth_tb: float) -> str:
+def decode(name: str, device: torch.device, bandwidth_tb: float, kind: type[NativeEngine] = NativeEngine) -> str:
     model = random_model(name, device)
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    engine = NativeEngine(model, eos_token_ids=(), device=device, max_model_len=1024)
+    engine = kind(model, eos_token_ids=(), device=device, max_model_len=1024)
 
     def generate() -> None:
         for row in range(NUM_ROWS):
@@ -93,8 +95,10 @@ def decode(name: str, device: torch.device, bandwidth_tb: float) -> str:
     taken = seconds(generate, device)
     floor = NUM_TOKENS * num_bytes / bandwidth_tb / 1e12
     freed = engine.sleep(2)
+    how = " without graphs" if kind is EagerEngine else ""
     return (
-        f"decode {NUM_ROWS} rows: {NUM_ROWS * NUM_TOKENS / taken:.0f} tokens/s, {floor / taken:.1%} of the bandwidth; "
+        f"decode {NUM_ROWS} rows{how}: {NUM_ROWS * NUM_TOKENS / taken:.0f} tokens/s, "
+        f"{floor / taken:.1%} of the bandwidth; "
         f"sleep frees {freed / 2**30:.2f} GiB, of which {num_bytes / 2**30:.2f} are weights"
     )
 
@@ -111,7 +115,7 @@ def main() -> None:
     parser.add_argument(
         "--lengths",
         type=int,
-        nargs="+",
+        nargs="*",
         default=[16_384, 65_536],
         help="tokens of the trained sequences (default: 16384 65536)",
     )
@@ -128,8 +132,9 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     failed = 0
     for name in args.models:
-        works = [lambda length=length: train(name, length, device, args.peak_tflops) for length in args.lengths]  # noqa: B023
-        for work in (*works, lambda: decode(name, device, args.bandwidth_tb)):  # noqa: B023
+        works = [partial(train, name, length, device, args.peak_tflops) for length in args.lengths]
+        works += [partial(decode, name, device, args.bandwidth_tb, kind) for kind in (NativeEngine, EagerEngine)]
+        for work in works:
             try:
                 line = work()
             except torch.OutOfMemoryError as error:

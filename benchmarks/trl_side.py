@@ -39,7 +39,7 @@ def trl_trainer(
     order = [index for _ in range(num_steps) for index in sampler.next_batch()]
     settings: dict[str, Any] = {
         "output_dir": tempfile.mkdtemp(),
-        "use_cpu": True,
+        "use_cpu": not torch.cuda.is_available(),
         "bf16": False,
         "gradient_checkpointing": False,
         "per_device_train_batch_size": num_prompts * group_size // num_ranks,

@@ -112,6 +112,7 @@ class ExactRunner(ModelRunner):
     """Runs the fused forward if it was found to give the modules' bits, and the modules otherwise."""
 
     trusts_tests = False
+    replays_steps = False
     make_cache = ExactCache
     make_modules = ExactModules
     make_fused = ExactForward

@@ -12,6 +12,9 @@ from torch.testing import assert_close
 from lightrl.builtin.model import tiny_model
 from lightrl.config import StrategyOptions
 from lightrl.engines.base import SamplingParams
+from lightrl.engines.native.eager import EagerEngine
+from lightrl.engines.native.engine import NativeEngine
+from lightrl.engines.native.replay import ReplayedForward
 from lightrl.models.packed_attention import grouped_attention, visible
 from lightrl.models.policy import Policy
 from lightrl.strategy.saving.saver import _random_state, _set_random_state
@@ -61,6 +64,30 @@ def test_the_engine_generates_the_same_after_its_memory_has_moved(level: int) ->
         taken.append(torch.empty(1 << 22, device="cuda"))  # so that the next memory lies elsewhere
     assert found[0] == found[1] == found[2]
     strategy.close()
+
+
+def test_replayed_steps_compute_what_launched_ones_do() -> None:
+    found = []
+    for kind in (NativeEngine, EagerEngine):
+        model, _ = tiny_model(hidden_size=256, intermediate_size=512)
+        device = torch.device("cuda")
+        engine = kind(model.to(device), eos_token_ids=[2], device=device, max_num_seqs=32)
+        for index in range(40):  # of different lengths, so that rows come and go
+            params = SamplingParams(max_new_tokens=1 + 20 * (index % 15), n=1 + index % 3, seed=index)
+            engine.submit([3, *range(4, 5 + index % 7)], params)
+        done = []
+        while engine.has_unfinished():
+            done += engine.step()
+        found.append(sorted(done, key=lambda item: (item.request_id, item.sample_index)))
+        forward: Any = engine._runner._fused
+        assert isinstance(forward, ReplayedForward) == (kind is NativeEngine)
+        if kind is NativeEngine:
+            assert forward._steps
+            assert engine.sleep(2) > 0
+            assert not forward._steps
+    for one, other in zip(*found, strict=True):
+        assert one.output_token_ids == other.output_token_ids
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
 def test_a_checkpoint_keeps_the_random_numbers_of_the_gpu() -> None:

@@ -10,12 +10,14 @@ and streams.
 
 from __future__ import annotations
 
+import importlib
 import os
 import runpy
 import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,10 +107,18 @@ def activate(library: str) -> None:
     torch.UntypedStorage.resize_ = _resize
     dist.init_process_group, dist.ProcessGroupNCCL = _with_gloo, Nccl
     os.environ["LOCAL_RANK"] = "0"  # the number of the device
+    device.graph_pool_handle = lambda: None
+    importlib.import_module("lightrl.engines.native.replay").capture = _run_again
 
 
 def _with_gloo(backend: str, *, device_id: object = None, **options: Any) -> None:
     _init_process_group(backend.replace("nccl", "gloo"), **options)
+
+
+def _run_again(compute: Callable[[], torch.Tensor], _: object) -> tuple[Callable[[], object], torch.Tensor]:
+    """Stands for a capture as a graph: computes again, from the same memory into the same memory."""
+    result = compute()
+    return lambda: result.copy_(compute()), result
 
 
 def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:

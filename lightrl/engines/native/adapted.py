@@ -97,6 +97,8 @@ class AdaptedForward(FusedForward):
 class AdaptedRunner(ModelRunner):
     """Runs the fused forward, or the model's modules, with adapters."""
 
+    replays_steps = False  # what a step computes depends on the adapters of its rows
+
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
         self.chosen = ChosenAdapters()  # the adapters of the current forward
         self.decoded: Rows = 0  # the adapters of the decoding rows

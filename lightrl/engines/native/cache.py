@@ -79,9 +79,9 @@ class Decode:
 
     def mask(self, window: int | None, num_kv_heads: int, dtype: torch.dtype) -> Tensor:
         """Returns the additive mask [rows * kv_heads or 1, 1, num_read] of layers with this sliding window."""
-        if self.shared_position is not None:
-            return additive_mask(self.positions[:1], self.num_read, window, dtype)[None]
-        return additive_mask(self.positions, self.num_read, window, dtype).repeat_interleave(num_kv_heads, 0)[:, None]
+        positions, heads = (self.positions, num_kv_heads) if self.shared_position is None else (self.positions[:1], 1)
+        by_row = additive_mask(positions[:, None, None], self.num_read, window, dtype)
+        return by_row.expand(-1, heads, -1, -1).flatten(0, 1)
 
 
 def additive_mask(positions: Tensor, num_read: int, window: int | None, dtype: torch.dtype) -> Tensor:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,6 @@ from lightrl.engines.native.sampler import SamplingPlan, plan_sampling, sample
 from lightrl.engines.native.scheduler import Admission, Moves, Request, Scheduler, prefill_groups
 from lightrl.engines.weights.account import WeightAccount, named_shapes, raise_problems
 from lightrl.engines.weights.storage import drop_weights
-from lightrl.imports import load_object
 from lightrl.models.buffers import compute_buffers
 from lightrl.models.fixed_rope import fix_frequencies, fixed_length
 from lightrl.models.multimodal import FAMILIES, MediaProcessor
@@ -59,6 +59,7 @@ _WORTH_TURNING = 1 << 16  # copy_() is slower from this number of elements on
 # By name, since they subclass a class of this module.
 _GUESSING = "lightrl.engines.native.lookup:LookupEngine"
 _LENT = "lightrl.engines.native.lent:engine_on"
+_EAGER = "lightrl.engines.native.eager:EagerEngine"
 _ROOM_AHEAD = 64  # positions reserved for new tokens at first; a longer answer grows the cache
 
 
@@ -84,7 +85,7 @@ def build_native_engine(
     media = _media_of(source, options) if source.config.model_type in FAMILIES else None
     model = empty_copy(source, torch.bfloat16 if options.dtype == "bfloat16" else torch.float32, device)
     max_num_seqs, ends = options.native.max_num_seqs, eos_ids(source, tokenizer)
-    is_plain = not (options.native.lookup or options.native.share_weights)
+    is_plain = options.native.cuda_graphs and not (options.native.lookup or options.native.share_weights)
     make = kind or (NativeEngine if is_plain else _kind_of(options.native, source))
     return make(model, eos_token_ids=ends, max_num_seqs=max_num_seqs, device=device, media=media)
 
@@ -95,8 +96,9 @@ def _media_of(source: PreTrainedModel, options: StrategyOptions) -> MediaProcess
 
 
 def _kind_of(options: NativeEngineConfig, source: PreTrainedModel) -> Callable[..., NativeEngine]:
-    make = load_object(_GUESSING if options.lookup else _LENT, builtin={}, what="engine", example="MyEngine")
-    return partial(make, num_guesses=options.lookup) if options.lookup else partial(make, source)
+    if options.lookup:
+        return partial(resolve_name(_GUESSING), num_guesses=options.lookup)
+    return partial(resolve_name(_LENT), source) if options.share_weights else resolve_name(_EAGER)
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ from lightrl.engines.native.cache import RowCache, round_up
 from lightrl.engines.native.modules import ModuleForward
 from lightrl.engines.native.own_cache import OwnCacheForward, SampleCaches, find_forward
 from lightrl.engines.native.products import FusedLinear, PackedHead, fused_linear, is_worth_packing
+from lightrl.engines.native.replay import ReplayedForward
 from lightrl.models.fixed_rope import FIXED
 from lightrl.models.multimodal import FAMILIES
 from lightrl.models.packed_attention import grouped_attention, visible
@@ -37,7 +38,7 @@ _FAMILIES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausal
 # Their angles depend only on the position, so cosines and sines can be tabulated.
 _FIXED_ROPES = frozenset({"default", "linear", "llama3", "yarn", FIXED})
 
-Forward: TypeAlias = "FusedForward | ModuleForward | OwnCacheForward"
+Forward: TypeAlias = "FusedForward | ReplayedForward | ModuleForward | OwnCacheForward"
 SampleState: TypeAlias = RowCache | SampleCaches  # the kind that the current forward uses
 
 
@@ -45,6 +46,7 @@ class ModelRunner:
     """Runs prompts and single tokens with a fused forward or modules, once compared with the plain model."""
 
     trusts_tests = True  # whether a fused forward, which tests compare on a CPU, is not compared there again
+    replays_steps = True  # whether a GPU replays decode steps: they run the same operations for any tokens
     make_cache: Callable[[], RowCache] = RowCache
     make_modules: Callable[..., ModuleForward] = ModuleForward
     make_fused: Callable[..., FusedForward] = staticmethod(lambda model: FusedForward(model))
@@ -55,7 +57,7 @@ class ModelRunner:
         self.prefill_tokens = 0  # prompt tokens run so far, without padding
         # A vision tower attends to whole images without a cache, so it keeps its own attention.
         self._decoder: PreTrainedModel = model.get_decoder() if model.config.model_type in FAMILIES else model
-        self._fused = self.make_fused(model) if is_supported(model) else None
+        self._fused: FusedForward | ReplayedForward | None = self.make_fused(model) if is_supported(model) else None
         self._modules: ModuleForward | None = None  # made when needed
         is_tested = self.trusts_tests and device.type == "cpu" and not needs_score_check(model)
         self._verified: Forward | None = self._fused if is_tested else None  # the one in use
@@ -116,9 +118,16 @@ class ModelRunner:
         if not expected.isfinite().all() or expected.amin() == expected.amax():
             return cache  # weights are not loaded yet, so there is nothing to compare
         if self._fused is not None and self._agrees(self._probe(self._fused, sequences, self.make_cache()), expected):
-            self._verified = self._fused
+            self._verified = self._fused = self._replaying(self._fused)
             return cache
         return self._fall_back_to_modules(sequences, expected) or cache
+
+    def _replaying(self, forward: FusedForward | ReplayedForward) -> FusedForward | ReplayedForward:
+        # Kernels that are deterministic by request may wait for the device, which a graph cannot.
+        can_replay = self.replays_steps and not torch.are_deterministic_algorithms_enabled()
+        if can_replay and self.device.type == "cuda" and isinstance(forward, FusedForward):
+            return ReplayedForward(forward)
+        return forward
 
     def _fall_back_to_modules(self, sequences: list[list[int]], expected: Tensor) -> SampleCaches | None:
         """Chooses the modules, or else generation with the model's own cache, which it then returns."""

@@ -34,6 +34,7 @@ class LentForward(FusedForward):
 class LentRunner(ModelRunner):
     """Runs the fused forward, or the model's modules, on the trainer's weights."""
 
+    replays_steps = False  # a graph would read the old memory after the trainer has moved its weights
     make_fused = LentForward
 
 

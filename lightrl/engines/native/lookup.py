@@ -61,6 +61,7 @@ class LookupForward(FusedForward):
 class LookupRunner(ModelRunner):
     """Runs guesses if the fused forward is used; other models produce one token per step."""
 
+    replays_steps = False  # the number of guesses changes from step to step
     make_fused = staticmethod(LookupForward)
 
     def score_guesses(self, tokens: Tensor, positions: Tensor, cache: SampleState) -> Tensor:

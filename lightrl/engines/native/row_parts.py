@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 LEAST_SAVED_ON_CPU = 1024  # positions per step: reading these takes as long as the operations on one more part
-LEAST_SAVED = 16_384  # on a device that reads faster but takes longer to start an operation
+LEAST_SAVED = 1 << 18  # on a GPU, where only a step that reads all rows alike can be replayed as a graph
 _MOST_CUTS = 3
 _WORTH_SORTING = 16  # steps within which a sort must save as many positions as it copies
 
