@@ -170,7 +170,7 @@ class NativeEngineConfig:
     """Number of tokens to guess per step from what followed the same words earlier in a sample's text. The samples are
     the same as without guesses; texts that repeat themselves take fewer steps where few samples run. 0: no guesses."""
     cuda_graphs: bool = True
-    """On a GPU, replay decode steps as CUDA graphs, which is several times as fast. For Llama, Mistral, Qwen2 and Qwen3
+    """On a GPU, replay decode steps as CUDA graphs: two to three times as fast. For Llama, Mistral, Qwen2 and Qwen3
     without adapters, guesses or --distributed.deterministic; has no effect elsewhere."""
     share_weights: bool = False
     """Let the engine read the trainer's own weights: they are in memory once, and a weight sync copies nothing.
