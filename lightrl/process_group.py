@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
+import sys
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -41,7 +43,17 @@ def join(device: torch.device, timeout: timedelta) -> Store:
     # No device_id: torch would split this group into those of meshes, which fails up to torch 2.13 in the second world
     # of a process: https://github.com/pytorch/pytorch/pull/192109
     dist.init_process_group(backend_for(device), store=store, rank=rank, world_size=world, timeout=timeout)
+    atexit.register(_leave)
     return store
+
+
+def _leave() -> None:
+    """Destroys a group that no program closed: threads of gloo abort a process that is torn down before them.
+
+    After an error nothing is destroyed, which would wait for ranks that are gone.
+    """
+    if dist.is_initialized() and not hasattr(sys, "last_type"):
+        dist.destroy_process_group()
 
 
 def take_role(role: str) -> None:

@@ -1,4 +1,7 @@
+import os
+import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +12,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from lightrl import process_group
 from lightrl.comm import known_world
 from lightrl.process_group import EnvironmentVariableError, backend_for, check_environment, join
+from lightrl.testing import run_spmd
+
+UNCLOSED = Path(__file__).parent / "programs" / "unclosed_program.py"
 
 
 def test_variables_that_describe_no_rank_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,3 +50,26 @@ def test_a_group_is_bound_to_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     join(torch.device("cuda", 1), timedelta(seconds=5))
     assert given.pop("store") is not None
     assert given == {"backend": "cpu:gloo,cuda:nccl", "rank": 0, "world_size": 1, "timeout": timedelta(seconds=5)}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="no priority to give gloo's threads")
+def test_a_program_that_closes_nothing_ends_well() -> None:
+    """Unless the group is destroyed, most of these runs end by SIGABRT: 'terminate called' in a thread of gloo."""
+    for _ in range(3):
+        assert run_spmd(UNCLOSED, world_size=2, timeout_s=60).count("is done") == 2
+
+
+@pytest.mark.parametrize(("open_groups", "failed", "destroyed"), [(True, False, 1), (True, True, 0), (False, False, 0)])
+def test_an_open_group_is_destroyed_at_exit_unless_the_program_failed(
+    open_groups: bool, failed: bool, destroyed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[None] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: open_groups)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append(None))
+    if failed:  # as Python notes an error that nothing caught
+        monkeypatch.setattr(sys, "last_type", KeyError, raising=False)
+    else:
+        monkeypatch.delattr(sys, "last_type", raising=False)
+    process_group._leave()
+    assert len(calls) == destroyed
