@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import product
@@ -63,6 +64,17 @@ def _split() -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     rising = [(left, right) for left, right in shuffled if left < right][: NUM_HELDOUT // 2]
     heldout = set(rising) | {(right, left) for left, right in rising}
     return [pair for pair in shuffled if pair not in heldout], [pair for pair in shuffled if pair in heldout]
+
+
+BUILTIN_TASKS: dict[str, Callable[[], list[dict[str, str]]]] = {
+    "builtin:addition": train_problems,
+    "builtin:addition-heldout": heldout_problems,
+    "builtin:addition-answers": lambda: with_responses(train_problems()),
+    "builtin:addition-answers-heldout": lambda: with_responses(heldout_problems()),
+    "builtin:addition-pairs": lambda: with_pairs(train_problems()),
+    "builtin:addition-pairs-heldout": lambda: with_pairs(heldout_problems()),
+}
+HELD_OUT = {name: f"{name}-heldout" for name in BUILTIN_TASKS if not name.endswith("-heldout")}
 
 
 # ---- The model -------------------------------------------------------------------------------------------------------

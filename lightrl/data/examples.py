@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightrl.data.json_records import Record, field_names
-from lightrl.data.prompts import ChatTemplateUse, LocatedRecord, require_message, shorten, tokenize_raw
+from lightrl.data.json_records import LocatedRecord, Record, field_names
+from lightrl.data.prompts import ChatTemplateUse, require_message, shorten, tokenize_raw
 from lightrl.data.streamed import make_each, select
 from lightrl.records import Answer, Example
 

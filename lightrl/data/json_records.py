@@ -1,4 +1,4 @@
-"""Reads JSON that a user wrote, and describes any mistake in one sentence."""
+"""Parses records that a user wrote as JSON, and describes any mistake in one sentence."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 Record = dict[str, Any]
+LocatedRecord = tuple[Record, str]  # the record, and its file and line for error messages
 
 
 def parse_json(content: bytes, where: str, wanted: str) -> Any:

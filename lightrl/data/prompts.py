@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from lightrl.builtin.task import heldout_problems, train_problems, with_pairs, with_responses
-from lightrl.data.json_records import Record, field_names, inner_value, parse_json, require_object
+from lightrl.builtin.task import BUILTIN_TASKS, HELD_OUT
+from lightrl.data.json_records import LocatedRecord, Record, field_names, inner_value
 from lightrl.data.media import absolute_paths, image_size, media_folder, video_size
 from lightrl.data.mixture import files_of, parts_of
 from lightrl.data.reasoning_tasks import PREFIX, reasoning_records
-from lightrl.data.streamed import Streamed, chain, make_each, stream_lines
+from lightrl.data.record_files import ACCEPTED_SOURCES, load_from_disk, load_from_hub
+from lightrl.data.streamed import Streamed, chain, make_each
 from lightrl.models.multimodal import FAMILIES, MediaProcessor
 from lightrl.records import Prompt
 
@@ -21,24 +22,7 @@ if TYPE_CHECKING:
 
 _MANY_CHARACTERS = 100_000  # prompts that are longer are checked before they are tokenised
 _MOST_TOKENS_SHOWN = 200  # of a tokenizer that cannot read a text
-LocatedRecord = tuple[Record, str]  # the record, and its file and line for error messages
 ChatTemplateUse = Literal["auto", "always", "never"]
-
-_BUILTIN_TASKS: dict[str, Callable[[], list[dict[str, str]]]] = {
-    "builtin:addition": train_problems,
-    "builtin:addition-heldout": heldout_problems,
-    "builtin:addition-answers": lambda: with_responses(train_problems()),
-    "builtin:addition-answers-heldout": lambda: with_responses(heldout_problems()),
-    "builtin:addition-pairs": lambda: with_pairs(train_problems()),
-    "builtin:addition-pairs-heldout": lambda: with_pairs(heldout_problems()),
-}
-HELD_OUT = {name: f"{name}-heldout" for name in _BUILTIN_TASKS if not name.endswith("-heldout")}
-_ACCEPTED_SOURCES = (
-    "a .jsonl, .json or .parquet file, a pattern such as 'part-*.jsonl', a directory with a Hugging Face data set, "
-    "hf:OWNER/NAME[/CONFIG][:SPLIT], "
-    "reasoning_gym:TASK[?name=value&...], or " + " or ".join(_BUILTIN_TASKS) + "; or several of these with + between "
-    "them, each with *N behind it if its records are to be taken N times in an epoch, and *0.5 for half of them"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,26 +70,30 @@ class _NameSource:
 
 
 def _load_one(source: str, stream: bool) -> Sequence[LocatedRecord]:
-    builtin = _BUILTIN_TASKS.get(source)
-    records = _locate(builtin(), source) if builtin else _load_elsewhere(source, stream)
+    builtin = BUILTIN_TASKS.get(source)
+    records = _number(builtin(), source) if builtin else _load_elsewhere(source, stream)
     if not records:
         raise ValueError(f"The data set {source} is empty: it must have at least one record.")
     return records
 
 
+def _number(records: list[Record], source: str) -> list[LocatedRecord]:
+    return [(record, f"{source}: row {row}") for row, record in enumerate(records, start=1)]
+
+
 def _load_elsewhere(source: str, stream: bool) -> Sequence[LocatedRecord]:
     if not source.strip():
-        raise ValueError(f"The name of the data set is empty. A data set is {_ACCEPTED_SOURCES}.")
+        raise ValueError(f"The name of the data set is empty. A data set is {ACCEPTED_SOURCES}.")
     if source.startswith("builtin:"):
-        names = ", ".join(name.removeprefix("builtin:") for name in _BUILTIN_TASKS)
+        names = ", ".join(name.removeprefix("builtin:") for name in BUILTIN_TASKS)
         raise ValueError(f"Unknown built-in task {source.removeprefix('builtin:')!r}. Choose one of {names}.")
     if source.startswith(PREFIX):
-        return _locate(reasoning_records(source), source)
+        return _number(reasoning_records(source), source)
     if source.startswith("hf:"):
-        return _load_from_hub(source, stream)
+        return load_from_hub(source, stream)
     if shards := files_of(source):
-        return chain([_load_from_disk(shard, stream) for shard in shards])
-    return _load_from_disk(Path(source), stream)
+        return chain([load_from_disk(shard, stream) for shard in shards])
+    return load_from_disk(Path(source), stream)
 
 
 def build_prompts(
@@ -181,116 +169,6 @@ def _too_long(prompt: Prompt, where: str, max_prompt_tokens: int) -> ValueError:
         f"{where}: the prompt has {prompt.num_tokens} tokens, and there is room for {max_prompt_tokens}. "
         "Shorten it, lower --max_new_tokens, or use a model with a longer context."
     )
-
-
-def _load_from_disk(path: Path, stream: bool) -> Sequence[LocatedRecord]:
-    if path.is_dir():
-        return _load_directory(path, stream)
-    if not path.is_file():
-        raise FileNotFoundError(f"There is no data set {path.absolute()}. A data set is {_ACCEPTED_SOURCES}.")
-    if path.suffix == ".parquet":
-        return _stream_parquet(path) if stream else _load_parquet(path)
-    if path.suffix not in (".jsonl", ".json"):
-        raise ValueError(f"{path} ends in {path.suffix!r}. A data set is {_ACCEPTED_SOURCES}.")
-    with path.open("rb") as file:
-        is_array = path.suffix == ".json" and file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
-    if is_array and stream:
-        raise ValueError(
-            f"{path} is one JSON array, which --data.stream cannot read in parts: write one object a line."
-        )
-    return _load_json_array(path) if is_array else _load_json_lines(path, stream)
-
-
-def _load_json_lines(path: Path, stream: bool) -> Sequence[LocatedRecord]:
-    if stream:
-        return stream_lines(path, _parse_line)
-    with path.open("rb") as lines:
-        return [_parse_line(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
-
-
-def _parse_line(line: bytes, where: str) -> LocatedRecord:
-    return require_object(parse_json(line, where, "Each line must be one JSON object."), where), where
-
-
-def _load_json_array(path: Path) -> list[LocatedRecord]:
-    values = parse_json(path.read_bytes(), str(path), "It must be an array of objects.")
-    return _locate((require_object(value, f"{path}: row {row}") for row, value in enumerate(values, start=1)), path)
-
-
-def _load_parquet(path: Path) -> list[LocatedRecord]:
-    try:
-        import pyarrow.parquet
-    except ImportError as error:
-        raise ImportError(f'Reading {path} needs pyarrow: pip install "lightrl[datasets]".') from error
-    try:
-        table = pyarrow.parquet.read_table(path)
-    except pyarrow.ArrowException as error:
-        raise ValueError(f"{path}: not a valid Parquet file ({error}).") from error
-    return _locate(table.to_pylist(), path)
-
-
-def _stream_parquet(path: Path) -> Sequence[LocatedRecord]:
-    datasets = _import_datasets(f"{path} with --data.stream")
-    try:
-        loaded = datasets.load_dataset("parquet", data_files=str(path), split="train")  # memory that maps a file
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(f"{path}: not a valid Parquet file ({error}).") from error
-    return _locate_rows(loaded, path, stream=True)
-
-
-def _load_directory(path: Path, stream: bool) -> Sequence[LocatedRecord]:
-    datasets = _import_datasets(str(path))
-    is_saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))  # by save_to_disk
-    try:
-        loaded = datasets.load_from_disk(str(path)) if is_saved else datasets.load_dataset(str(path))
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(f"The directory {path} holds no data set that datasets can read: {error}") from error
-    return _locate_rows(_train_split(loaded, path), path, stream)
-
-
-def _load_from_hub(source: str, stream: bool) -> Sequence[LocatedRecord]:
-    name, _, split = source.removeprefix("hf:").partition(":")
-    owner_and_name, config = name, None
-    if name.count("/") == 2:
-        owner_and_name, _, config = name.rpartition("/")
-    if not name or name.count("/") > 2:
-        raise ValueError(f"{source} names no data set: it must be hf:OWNER/NAME[/CONFIG][:SPLIT].")
-    datasets = _import_datasets(source)
-    try:
-        return _locate_rows(datasets.load_dataset(owner_and_name, config, split=split or "train"), source, stream)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(
-            f"Cannot load {source}: {error} The form is hf:OWNER/NAME[/CONFIG][:SPLIT], and SPLIT is train if left out."
-        ) from error
-
-
-def _import_datasets(source: str) -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ImportError(f'Reading {source} needs datasets: pip install "lightrl[datasets]".') from error
-    return datasets
-
-
-def _train_split(loaded: Any, path: Path) -> Any:
-    """Returns the data set itself, or from a dictionary of splits the one named train, or else the only one."""
-    splits = loaded if isinstance(loaded, dict) else {"train": loaded}
-    if "train" not in splits and len(splits) != 1:
-        raise ValueError(
-            f"{path} has the splits {', '.join(splits)} and none is train: give the directory of one split."
-        )
-    return splits["train"] if "train" in splits else next(iter(splits.values()))
-
-
-def _locate_rows(rows: Any, source: str | Path, stream: bool) -> Sequence[LocatedRecord]:
-    """Returns the rows of a `datasets` data set, which stay in its files if they are streamed."""
-    if not stream:
-        return _locate(rows, source)
-    return Streamed(len(rows), lambda index: (dict(rows[index]), f"{source}: row {index + 1}"))
-
-
-def _locate(records: Iterable[Mapping[str, Any]], source: str | Path) -> list[LocatedRecord]:
-    return [(dict(record), f"{source}: row {row}") for row, record in enumerate(records, start=1)]
 
 
 def _find_prompt(record: Record, where: str, prompt_field: str) -> tuple[str, Any]:

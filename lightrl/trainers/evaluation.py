@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NoReturn
 
+from lightrl.builtin.task import HELD_OUT
 from lightrl.config import EvaluateConfig
-from lightrl.data.prompts import HELD_OUT, shorten
+from lightrl.data.prompts import shorten
 from lightrl.records import Sample
 from lightrl.rewards import OwnRewards
 from lightrl.rewards.reward_set import RewardSet

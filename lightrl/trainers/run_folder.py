@@ -22,10 +22,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lightrl.builtin.task import HELD_OUT
 from lightrl.comm import Comm
 from lightrl.config import RolloutConfig, RunConfig, as_dict, to_yaml
 from lightrl.data.mixture import files_of, parts_of
-from lightrl.data.prompts import HELD_OUT
 from lightrl.records import Experience
 from lightrl.trainers import earlier_run
 

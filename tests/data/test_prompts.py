@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,8 @@ from tiny_vlm import IMAGE, VIDEO, checkered, frames, tiny_media
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from lightrl.data.prompts import LocatedRecord, MediaFields, build_prompts, load_records, require_field
+from lightrl.data.json_records import LocatedRecord
+from lightrl.data.prompts import MediaFields, build_prompts, load_records, require_field
 from lightrl.records import Prompt
 
 WORDS = ["<unk>", "<s>", "</s>", "<user>", "<assistant>", "add", "two", "three", "be", "brief", "<system>"]
@@ -45,65 +45,6 @@ def write(path: Path, text: str) -> str:
     return str(path)
 
 
-def test_json_lines_keep_their_line_numbers_over_blank_lines(tmp_path: Path) -> None:
-    source = write(tmp_path / "data.jsonl", '{"prompt": "a"}\n\n{"prompt": "\u00e9", "answer": 2}\n')
-    assert load_records(source) == [
-        ({"prompt": "a"}, f"{source}:1"),
-        ({"prompt": "\u00e9", "answer": 2}, f"{source}:3"),
-    ]
-
-
-def test_a_json_file_holds_lines_or_an_array(tmp_path: Path) -> None:
-    lines = write(tmp_path / "lines.json", '{"prompt": "a"}\n{"prompt": "b"}')
-    array = write(tmp_path / "array.json", '\n [{"prompt": "a"},\n {"prompt": "b"}]')
-    assert [record for record, _ in load_records(lines)] == [{"prompt": "a"}, {"prompt": "b"}]
-    assert load_records(array) == [({"prompt": "a"}, f"{array}: row 1"), ({"prompt": "b"}, f"{array}: row 2")]
-
-
-def test_a_byte_order_mark_is_not_part_of_the_data(tmp_path: Path) -> None:
-    for name in ("data.jsonl", "data.json"):
-        source = write(tmp_path / name, '\ufeff{"prompt": "a"}' if name == "data.jsonl" else '\ufeff[{"prompt": "a"}]')
-        assert [record for record, _ in load_records(source)] == [{"prompt": "a"}]
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"prompt": "a"', r"data.jsonl:2: not valid JSON \(.*\). Each line must be one JSON object."),
-        ('["a"]', "data.jsonl:2: a record is a list. It must be a JSON object"),
-        ("3", "data.jsonl:2: a record is a int"),
-    ],
-)
-def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
-    source = write(tmp_path / "data.jsonl", '{"prompt": "a"}\n' + line + '\n{"prompt": "c"}\n')
-    with pytest.raises(ValueError, match=message):
-        load_records(source)
-
-
-def test_a_bad_row_of_an_array_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="data.json: row 2: a record is a str"):
-        load_records(write(tmp_path / "data.json", '[{"prompt": "a"}, "b"]'))
-    with pytest.raises(ValueError, match="data.json: not valid JSON"):
-        load_records(write(tmp_path / "data.json", '[{"prompt": "a"}'))
-
-
-def test_bytes_that_are_not_utf8_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "data.jsonl"
-    path.write_bytes(b'{"prompt": "\xff"}')
-    with pytest.raises(ValueError, match="data.jsonl:1: not UTF-8 text .*Save the file as UTF-8"):
-        load_records(str(path))
-
-
-def test_a_missing_file_names_what_is_accepted(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no.jsonl. A data set is a .jsonl, .*builtin:addition-heldout"):
-        load_records(str(tmp_path / "no.jsonl"))
-
-
-def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="ends in '.csv'. A data set is"):
-        load_records(write(tmp_path / "data.csv", "prompt"))
-
-
 def test_a_field_that_no_record_has_is_refused() -> None:
     records = [({"prompt": "1+1=", "answer": "2"}, "a:1"), ({"prompt": "2+2=", "size": None}, "a:2")]
     require_field(records, "answer", "--data.answer_field")
@@ -111,99 +52,11 @@ def test_a_field_that_no_record_has_is_refused() -> None:
         require_field(records, "size", "--eval.source_field")
 
 
-@pytest.mark.parametrize(("name", "text"), [("data.jsonl", "\n \n"), ("data.json", "[]"), ("data.json", "")])
-def test_an_empty_data_set_is_refused(tmp_path: Path, name: str, text: str) -> None:
-    with pytest.raises(ValueError, match="is empty"):
-        load_records(write(tmp_path / name, text))
-
-
-def test_parquet(tmp_path: Path) -> None:
-    pa = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    path = tmp_path / "data.parquet"
+def test_a_null_field_counts_as_left_out() -> None:
+    """As in a columnar format, where every record has every field."""
     records = [{"messages": [{"role": "user", "content": "add"}], "prompt": None}, {"messages": None, "prompt": "two"}]
-    parquet.write_table(pa.Table.from_pylist(records), path)
-    loaded = load_records(str(path))
-    assert loaded == [(records[0], f"{path}: row 1"), (records[1], f"{path}: row 2")]
-    prompts = build_prompts(loaded, word_tokenizer(TEMPLATE), max_prompt_tokens=9, chat_template="never")
+    prompts = build_prompts(at(*records), word_tokenizer(TEMPLATE), max_prompt_tokens=9, chat_template="never")
     assert [prompt.token_ids for prompt in prompts] == [(1, 3, 5, 4), (1, 6)]
-    with pytest.raises(ValueError, match="bad.parquet: not a valid Parquet file"):
-        load_records(write(tmp_path / "bad.parquet", "not parquet"))
-
-
-def test_a_directory_saved_by_datasets(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    data = datasets.Dataset.from_list([{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}])
-    data.save_to_disk(tmp_path / "one")
-    datasets.DatasetDict(train=data, test=data.select([0])).save_to_disk(tmp_path / "splits")
-    datasets.DatasetDict(dev=data, test=data).save_to_disk(tmp_path / "no_train")
-    for name in ("one", "splits"):
-        source = str(tmp_path / name)
-        assert load_records(source) == [
-            ({"prompt": "a", "answer": "1"}, f"{source}: row 1"),
-            ({"prompt": "b", "answer": "2"}, f"{source}: row 2"),
-        ]
-    with pytest.raises(ValueError, match="has the splits dev, test and none is train"):
-        load_records(str(tmp_path / "no_train"))
-
-
-def test_a_directory_of_data_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "data").mkdir()
-    with pytest.raises(ValueError, match="holds no data set that datasets can read"):
-        load_records(str(tmp_path / "data"))
-    write(tmp_path / "data" / "train.jsonl", '{"prompt": "a"}\n')
-    assert [record for record, _ in load_records(str(tmp_path / "data"))] == [{"prompt": "a"}]
-
-
-@pytest.mark.parametrize(
-    ("source", "arguments"),
-    [
-        ("hf:openai/gsm8k/main:test", ("openai/gsm8k", "main", "test")),
-        ("hf:openai/gsm8k", ("openai/gsm8k", None, "train")),
-        ("hf:squad:validation[:10]", ("squad", None, "validation[:10]")),
-    ],
-)
-def test_a_hub_name_is_taken_apart(
-    monkeypatch: pytest.MonkeyPatch, source: str, arguments: tuple[str, str | None, str]
-) -> None:
-    datasets = pytest.importorskip("datasets")
-    calls = []
-
-    def load_dataset(name: str, config: str | None, split: str) -> list[dict[str, str]]:
-        calls.append((name, config, split))
-        return [{"prompt": "a"}]
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert load_records(source) == [({"prompt": "a"}, f"{source}: row 1")]
-    assert calls == [arguments]
-
-
-def test_a_hub_name_that_does_not_load_says_how_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets")
-
-    def load_dataset(*args: object, **kwargs: object) -> None:
-        raise FileNotFoundError("Dataset 'nobody/nothing' doesn't exist.")
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(ValueError, match=r"Cannot load hf:nobody/nothing: Dataset .* hf:OWNER/NAME\[/CONFIG\]"):
-        load_records("hf:nobody/nothing")
-    with pytest.raises(ValueError, match="hf: names no data set"):
-        load_records("hf:")
-
-
-@pytest.mark.parametrize(
-    ("module", "source"), [("pyarrow", "data.parquet"), ("datasets", "."), ("datasets", "hf:squad")]
-)
-def test_without_the_library_the_error_says_how_to_install_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, source: str
-) -> None:
-    write(tmp_path / "data.parquet", "")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=r'pip install "lightrl\[datasets\]"'):
-        load_records(source)
 
 
 def test_builtin_tasks() -> None:

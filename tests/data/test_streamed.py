@@ -7,7 +7,8 @@ import pytest
 
 from lightrl.builtin.model import builtin_tokenizer
 from lightrl.data.examples import ExampleBuilder, ExampleFields, keep_fitting
-from lightrl.data.prompts import LocatedRecord, build_prompts, load_records, require_field
+from lightrl.data.json_records import LocatedRecord
+from lightrl.data.prompts import build_prompts, load_records, require_field
 from lightrl.data.streamed import Streamed, chain, make_each, select, stream_lines
 
 

@@ -1,0 +1,160 @@
+"""Reads the records of a data set from files, from a directory or from the hub."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightrl.builtin.task import BUILTIN_TASKS
+from lightrl.data.json_records import LocatedRecord, parse_json, require_object
+from lightrl.data.streamed import Streamed, stream_lines
+
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_LONGEST_VALUE = 2**31 - 1  # characters
+ACCEPTED_SOURCES = (
+    "a .jsonl, .json, .parquet, .csv or .tsv file, a pattern such as 'part-*.jsonl', "
+    "a directory with a Hugging Face data set, hf:OWNER/NAME[/CONFIG][:SPLIT], "
+    "reasoning_gym:TASK[?name=value&...], or " + " or ".join(BUILTIN_TASKS) + "; or several of these with + between "
+    "them, each with *N behind it if its records are to be taken N times in an epoch, and *0.5 for half of them"
+)
+
+
+def load_from_disk(path: Path, stream: bool) -> Sequence[LocatedRecord]:
+    """Reads a file, whose ending says what it holds, or a directory with a data set of `datasets`."""
+    if path.is_dir():
+        return _load_directory(path, stream)
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no data set {path.absolute()}. A data set is {ACCEPTED_SOURCES}.")
+    if path.suffix == ".parquet":
+        return _stream_parquet(path) if stream else _load_parquet(path)
+    if path.suffix not in (".jsonl", ".json", *_DELIMITERS):
+        raise ValueError(f"{path} ends in {path.suffix!r}. A data set is {ACCEPTED_SOURCES}.")
+    is_array = path.suffix == ".json" and _begins_array(path)
+    if stream and (is_array or path.suffix in _DELIMITERS):
+        kind = "one JSON array" if is_array else "a table in text"
+        raise ValueError(f"{path} is {kind}, which --data.stream cannot read in parts: write one JSON object a line.")
+    if path.suffix in _DELIMITERS:
+        return _load_table(path)
+    return _load_json_array(path) if is_array else _load_json_lines(path, stream)
+
+
+def _begins_array(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+
+
+def _load_json_lines(path: Path, stream: bool) -> Sequence[LocatedRecord]:
+    if stream:
+        return stream_lines(path, _parse_line)
+    with path.open("rb") as lines:
+        return [_parse_line(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
+
+
+def _parse_line(line: bytes, where: str) -> LocatedRecord:
+    return require_object(parse_json(line, where, "Each line must be one JSON object."), where), where
+
+
+def _load_json_array(path: Path) -> list[LocatedRecord]:
+    values = parse_json(path.read_bytes(), str(path), "It must be an array of objects.")
+    return _locate((require_object(value, f"{path}: row {row}") for row, value in enumerate(values, start=1)), path)
+
+
+def _load_table(path: Path) -> list[LocatedRecord]:
+    """Reads a table whose first row names the fields; a value is text, and an empty one counts as left out."""
+    csv.field_size_limit(_LONGEST_VALUE)  # 131,072 characters otherwise, fewer than a long prompt has
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            rows = [row for row in csv.reader(file, delimiter=_DELIMITERS[path.suffix], strict=True) if row]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text ({error}). Save the file as UTF-8.") from error
+    except csv.Error as error:
+        raise ValueError(f"{path}: not a valid table ({error}). Check the quotes around its values.") from error
+    return _locate_cells(rows[0], rows[1:], path) if rows else []
+
+
+def _locate_cells(names: list[str], rows: list[list[str]], path: Path) -> list[LocatedRecord]:
+    if not all(names) or len(set(names)) < len(names):
+        raise ValueError(f"{path}: the first row must name each field once, and it is {names}.")
+    for number, row in enumerate(rows, start=1):
+        if len(row) != len(names):
+            raise ValueError(f"{path}: row {number} has {len(row)} values for {len(names)} fields.")
+    return _locate((dict(zip(names, (cell or None for cell in row), strict=True)) for row in rows), path)
+
+
+def _load_parquet(path: Path) -> list[LocatedRecord]:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ImportError(f'Reading {path} needs pyarrow: pip install "lightrl[datasets]".') from error
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{path}: not a valid Parquet file ({error}).") from error
+    return _locate(table.to_pylist(), path)
+
+
+def _stream_parquet(path: Path) -> Sequence[LocatedRecord]:
+    datasets = _import_datasets(f"{path} with --data.stream")
+    try:
+        loaded = datasets.load_dataset("parquet", data_files=str(path), split="train")  # memory that maps a file
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(f"{path}: not a valid Parquet file ({error}).") from error
+    return _locate_rows(loaded, path, stream=True)
+
+
+def _load_directory(path: Path, stream: bool) -> Sequence[LocatedRecord]:
+    datasets = _import_datasets(str(path))
+    is_saved = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))  # by save_to_disk
+    try:
+        loaded = datasets.load_from_disk(str(path)) if is_saved else datasets.load_dataset(str(path))
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(f"The directory {path} holds no data set that datasets can read: {error}") from error
+    return _locate_rows(_train_split(loaded, path), path, stream)
+
+
+def load_from_hub(source: str, stream: bool) -> Sequence[LocatedRecord]:
+    """Reads the data set that hf:OWNER/NAME[/CONFIG][:SPLIT] names."""
+    name, _, split = source.removeprefix("hf:").partition(":")
+    owner_and_name, config = name, None
+    if name.count("/") == 2:
+        owner_and_name, _, config = name.rpartition("/")
+    if not name or name.count("/") > 2:
+        raise ValueError(f"{source} names no data set: it must be hf:OWNER/NAME[/CONFIG][:SPLIT].")
+    datasets = _import_datasets(source)
+    try:
+        return _locate_rows(datasets.load_dataset(owner_and_name, config, split=split or "train"), source, stream)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise ValueError(
+            f"Cannot load {source}: {error} The form is hf:OWNER/NAME[/CONFIG][:SPLIT], and SPLIT is train if left out."
+        ) from error
+
+
+def _import_datasets(source: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError(f'Reading {source} needs datasets: pip install "lightrl[datasets]".') from error
+    return datasets
+
+
+def _train_split(loaded: Any, path: Path) -> Any:
+    """Returns the data set itself, or from a dictionary of splits the one named train, or else the only one."""
+    splits = loaded if isinstance(loaded, dict) else {"train": loaded}
+    if "train" not in splits and len(splits) != 1:
+        raise ValueError(
+            f"{path} has the splits {', '.join(splits)} and none is train: give the directory of one split."
+        )
+    return splits["train"] if "train" in splits else next(iter(splits.values()))
+
+
+def _locate_rows(rows: Any, source: str | Path, stream: bool) -> Sequence[LocatedRecord]:
+    """Returns the rows of a `datasets` data set, which stay in its files if they are streamed."""
+    if not stream:
+        return _locate(rows, source)
+    return Streamed(len(rows), lambda index: (dict(rows[index]), f"{source}: row {index + 1}"))
+
+
+def _locate(records: Iterable[Mapping[str, Any]], source: str | Path) -> list[LocatedRecord]:
+    return [(dict(record), f"{source}: row {row}") for row, record in enumerate(records, start=1)]
