@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -41,6 +41,7 @@ from lightrl.records import EncodedPrompt, PackedBatch, TokenScores
 
 disable_progress_bar()  # every rank would draw one; the run has its own
 
+_CLASSIFIER_HEAD = "score.weight"  # as transformers names it in a decoder that scores sequences
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _RATES = ("dropout", "pdrop", "drop_prob", "drop_rate", "drop_path_rate", "layerdrop")  # endings of names
 # Entries of a generation config that contradict nothing.
@@ -317,8 +318,8 @@ def load_policy(path: str, *, materialize: bool, trust_remote_code: bool = False
             model, found = loader.from_pretrained(
                 path, dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True
             )
-        if found["missing_keys"]:
-            raise _missing_weights(path, found["missing_keys"])
+        if found["missing_keys"] or _CLASSIFIER_HEAD in found["unexpected_keys"]:
+            raise _other_weights(path, found)
     else:
         with explained(path, "config"):
             model = _empty_model(loader, config, path, trust_remote_code)
@@ -343,8 +344,13 @@ def _make_saveable(generation: GenerationConfig, path: str) -> None:
             generation.validate(strict=True)
 
 
-def _missing_weights(path: str, names: Iterable[str]) -> ValueError:
-    names = sorted(names)
+def _other_weights(path: str, found: Mapping[str, Iterable[str]]) -> ValueError:
+    if _CLASSIFIER_HEAD in found["unexpected_keys"]:
+        return ValueError(
+            f"--model {path} is a reward model or another classifier of sequences (it has {_CLASSIFIER_HEAD}), which "
+            "generates no text. Choose a language model; a reward model is given by --reward_model."
+        )
+    names = sorted(found["missing_keys"])
     return ValueError(
         f"--model {path}: its files lack {len(names)} of the weights that its config describes, such as {names[0]}; "
         "they would be random. Copy the files anew."

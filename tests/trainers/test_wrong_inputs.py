@@ -29,6 +29,7 @@ from lightrl.data.prompts import build_prompts, load_records
 from lightrl.models.critic import load_critic
 from lightrl.models.option_names import naming
 from lightrl.models.policy import check_model_folder, load_config, load_policy, load_teacher, load_tokenizer
+from lightrl.models.reward_model import load_reward_model
 from lightrl.process_group import check_environment
 from lightrl.strategy import create_strategy
 from lightrl.strategy.base import StrategyBase
@@ -314,6 +315,17 @@ def test_a_damaged_model_is_named_by_its_own_option(kind: str, option: str, toy:
         check_model_folder(str(folder), option)
         load_tokenizer(str(folder))
         load_critic(str(folder), materialize=True, init_std=0.0, seed=0)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_reward_model_generates_no_text(is_tied: bool, toy: Path, tmp_path: Path) -> None:
+    """With tied embeddings its files lack nothing, so only its head shows that it was trained to score."""
+    folder = tmp_path / "model"
+    shutil.copytree(toy / "model", folder)
+    config_with(tie_word_embeddings=is_tied)(folder)
+    load_reward_model(str(folder), builtin_tokenizer(), materialize=True, seed=0).hf.save_pretrained(folder)
+    with refused(str(folder), "is a reward model or another classifier", "Choose a language model"):
+        load_policy(str(folder), materialize=True)
 
 
 @pytest.mark.parametrize("name", ["", "a:b", "/nowhere", "./nowhere", "a b/c", "a/b/c"])
