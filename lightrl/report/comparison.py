@@ -12,12 +12,23 @@ from lightrl.report.run_files import RunFiles
 
 _METRICS = (("eval/reward", "eval/accuracy"), ("reward/mean", "accuracy", "loss"))  # the first of each that all have
 _MOST_SHOWN = 6  # options
+_TRAINED = {
+    GRPOConfig: "a policy by rewards",
+    PPOConfig: "a policy by rewards",
+    SFTConfig: "a model by responses",
+    RMConfig: "a reward model",
+    DPOConfig: "a policy by pairs",
+}
 
 
 def compare(runs: Sequence[RunFiles]) -> list[str]:
     """Describes the differences between several runs in sentences; returns none for a single run."""
     if len(runs) < 2:
         return []
+    trained = {run.name: _TRAINED[_kind_of(run)] for run in runs}
+    if len(set(trained.values())) > 1:
+        each = ", ".join(f"{name}: {what}" for name, what in trained.items())
+        return [f"No metric ranks runs that train different things ({each}).", _difference(runs)]
     told = (next(filter(None, (_ranking(runs, metric) for metric in metrics)), "") for metrics in _METRICS)
     return [*filter(None, told), _difference(runs)]
 
@@ -61,7 +72,7 @@ def options_of(runs: Sequence[RunFiles]) -> dict[str, Any]:
     columns: list[Mapping[str, Any]] = [run.config for run in runs]
     heads = [run.name for run in runs]
     if len(runs) == 1:
-        columns, heads = [_defaults(runs[0]), *columns], ["default", *heads]
+        columns, heads = [_defaults(_kind_of(runs[0])), *columns], ["default", *heads]
     names = sorted({name for column in columns for name in column} - {"config", "output_dir"})
     rows = [[name, *(_shown(column.get(name)) for column in columns)] for name in names]
     return {"heads": heads, "rows": [row for row in rows if len(set(row[1:])) > 1]}
@@ -80,8 +91,13 @@ def _shown(value: object) -> str:
     return f"{value:g}" if is_number else "" if value is None else str(value)
 
 
-def _defaults(run: RunFiles) -> dict[str, Any]:
-    """Returns the defaults of the kind of run whose options match those of this run best."""
-    classes = (GRPOConfig, PPOConfig, SFTConfig, RMConfig, DPOConfig)
-    kinds = [dict(flatten(as_dict(kind()))) for kind in classes]
-    return max(kinds, key=lambda kind: len(run.config.keys() & kind.keys()) - len(kind.keys() - run.config.keys()))
+def _kind_of(run: RunFiles) -> type[Any]:
+    """Returns the config class whose options match those of the run best."""
+    options = {kind: _defaults(kind).keys() for kind in _TRAINED}
+    return max(
+        options, key=lambda kind: len(run.config.keys() & options[kind]) - len(options[kind] - run.config.keys())
+    )
+
+
+def _defaults(kind: type[Any]) -> dict[str, Any]:
+    return dict(flatten(as_dict(kind())))

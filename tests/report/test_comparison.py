@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from lightrl.config import DPOConfig, GRPOConfig, PPOConfig, RMConfig, SFTConfig, as_dict
+from lightrl.config.command_line import flatten
 from lightrl.report.comparison import compare
 from lightrl.report.run_files import RunFiles
 
@@ -37,3 +39,20 @@ def test_a_difference_within_the_noise_is_called_so() -> None:
     assert "differ by no more than steps do" in compare([a_run("one", one, {}), a_run("two", two, {})])[0]
     apart = [0.0] * 36 + [0.7, 0.9] * 2  # 0.3 away, and two standard errors of the difference are 0.14
     assert "no more than" not in compare([a_run("one", one, {}), a_run("apart", apart, {})])[0]
+
+
+def test_only_runs_that_train_the_same_are_ranked() -> None:
+    runs = {
+        kind: RunFiles(name=kind.__name__, root=Path(), config=dict(flatten(as_dict(kind()))), metrics=rows, samples=[])
+        for kind in (GRPOConfig, PPOConfig, SFTConfig, RMConfig, DPOConfig)
+        for rows in [[{"step": 1, "loss": 0.5, "accuracy": 0.5, "reward/mean": 0.5}]]
+    }
+    told = compare([runs[SFTConfig], runs[DPOConfig]])
+    assert told[0] == (
+        "No metric ranks runs that train different things "
+        "(SFTConfig: a model by responses, DPOConfig: a policy by pairs)."
+    )
+    assert told[1].startswith("Options that differ, in the order SFTConfig, DPOConfig: ")
+    assert compare([runs[RMConfig], runs[DPOConfig]])[0].startswith("No metric ranks")
+    assert compare([runs[GRPOConfig], runs[PPOConfig]])[0].startswith("reward/mean up to step 1")
+    assert compare([runs[SFTConfig], runs[SFTConfig]])[0].startswith("reward/mean up to step 1")
