@@ -15,7 +15,8 @@ from typing import Any
 from lightrl.records import Sample
 from lightrl.rewards.sandbox import SandboxLimits, SandboxResult, choose_confinement, run_inputs, run_tests
 
-_FENCE = re.compile(r"```(?:python|py|Python)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
+_FENCE = re.compile(r"```([^\s`]*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)  # any language: its end is no start
+_PYTHON = ("", "python", "py", "python3")
 
 
 class CodeTests:
@@ -23,7 +24,7 @@ class CodeTests:
 
     The tests are in a field of the prompt, as a list or its JSON. A test is Python statements such as assert f(2) == 4,
     which use what the code defines, or {"stdin": ..., "stdout": ...}, for which the code runs as a program. The code is
-    the last fenced block of the response, or all of it.
+    the last fenced block of the response (of Python, or of no stated language), or all of it.
     """
 
     def __init__(
@@ -78,8 +79,8 @@ def _is_right(result: SandboxResult, expected: str) -> bool:
 
 
 def extract_code(text: str) -> str:
-    """Returns the last fenced block, or the whole text if there is none."""
-    blocks = _FENCE.findall(text)
+    """Returns the last fenced block of Python or of no stated language, or the whole text if there is none."""
+    blocks = [code for language, code in _FENCE.findall(text) if language.lower() in _PYTHON]
     return blocks[-1] if blocks else text
 
 

@@ -76,6 +76,13 @@ def test_the_last_block_counts_or_all_there_is() -> None:
     assert extract_code("a = 1") == "a = 1"
 
 
+@pytest.mark.parametrize("language", ["python", "Python", "py", "python3", ""])
+def test_blocks_of_other_languages_are_passed_over(language: str) -> None:
+    before, after = "```bash\npip install x\n```\nThen:\n", "\nIt prints:\n```text\n4\n```\n"
+    for text in (before + f"```{language}\ncode\n```\n" + after, f"```c++\nint x;\n```\n```{language}\ncode\n"):
+        assert extract_code(text) == "code\n"
+
+
 def test_what_a_prompt_or_a_parameter_has_wrong_is_an_error() -> None:
     with pytest.raises(RewardError, match=r"the prompt has no tests in the field 'tests'.*code.field="):
         rewarded("a = 1", [])
