@@ -191,11 +191,13 @@ class Production:
         num_steps = num_steps_started(bounded_rules(config), version, config.max_steps) - self._first_step
         room = config.num_prompts - len(self._groups)
         claims: list[tuple[int, int]] = []
+        # With a curriculum, the first names may come only after the weights.
+        known = len(self._begun) if self._named is None else min(len(self._begun), len(self._named))
         while self._may_go_on and len(claims) < room:
-            if (number := self._link.claim(CONTINUED, len(self._begun))) is None:
-                self._may_go_on = False
-            else:
-                claims.append((number, self._begun[number]))
+            if (number := self._link.claim(CONTINUED, known)) is None:
+                self._may_go_on = known < len(self._begun)
+                break
+            claims.append((number, self._begun[number]))
         limit = num_steps * config.num_prompts + len(self._dropped)
         if self._named is not None:
             limit = min(limit, len(self._named))

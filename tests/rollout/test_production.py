@@ -30,7 +30,7 @@ from lightrl.rollout.client import EpisodeLimits
 from lightrl.rollout.episode import Episode
 from lightrl.rollout.episode_collector import EpisodeCollector
 from lightrl.rollout.episode_production import EpisodeProduction
-from lightrl.rollout.production import Production, TicketOrder
+from lightrl.rollout.production import CLAIMS, CONTINUED, Production, TicketOrder
 from lightrl.rollout.recorded_schedule import ScheduleLog, read_schedule
 from lightrl.rollout.sample_messages import to_bytes
 from lightrl.rollout.workflow import Workflow
@@ -364,6 +364,22 @@ def test_a_curriculum_goes_on_with_what_it_had_chosen(run):
     assert len({sample.ticket for sample in samples}) == 24
     assert all(sample.prompt.index == again.index_at(sample.ticket) for sample in samples)
     assert again.state_dict()["chosen"][:18] == made.state_dict()["chosen"][:18]
+
+
+def test_groups_of_a_checkpoint_wait_for_their_prompts_from_the_curriculum(monkeypatch):
+    monkeypatch.setattr(process_group, "_meeting", HashStore())
+    role = Role(name="rollout", rank=0, num_trainers=1, num_rollout=1)
+    link, engine = Link(role, torch.device("cpu"), timedelta(seconds=15)), ColocatedEngine(ScriptedEngine(0))
+    made = production(link, with_curriculum(config_of(2, 8)), engine, None)
+    link.put(CLAIMS, b"2")
+    link.put(CONTINUED, b"0")
+    made.begin({"first": 12, "used": [], "begun": [(12, 3), (13, 4)], "step": 4})
+    engine.update_weights([], 4)
+    assert made._claims() == []
+    made.name({"prompts": [2]})
+    assert made._claims() == [(0, 3)]
+    made.name({"prompts": [0, 1]})
+    assert made._claims() == [(1, 4), (2, 4)]  # the last is a new one, under the engine's weights
 
 
 def partials_of(state):
