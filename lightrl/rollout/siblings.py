@@ -63,8 +63,11 @@ class Siblings:
             )
         waiting = _Waiting(sample, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
-        await self._score_if_complete(rewards)
-        return await waiting.answer
+        try:
+            await self._score_if_complete(rewards)
+            return await waiting.answer
+        finally:
+            waiting.answer.cancel()  # if the episode was cancelled
 
     async def leave(self) -> None:
         """Records that an episode has ended, so that the others no longer wait for it."""
@@ -80,6 +83,9 @@ class Siblings:
         waiting.sort(key=lambda item: item.sample.key)
         try:
             values = await self._scored(rewards, [item.sample for item in waiting])
+        except asyncio.CancelledError:  # of this episode: the others are scored once it has left
+            self._waiting += waiting
+            raise
         except Exception as error:
             for item in waiting:
                 if not item.answer.done():

@@ -1,5 +1,7 @@
 """A checkpoint that is written beside the training: kill, errors, and other numbers of ranks."""
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -83,6 +85,27 @@ def test_a_later_update_completes_it_and_so_does_a_load(tmp_path: Path) -> None:
     strategy.save_ckpt(model, str(tmp_path), tag="best")
     strategy.load_ckpt(model, str(tmp_path), tag="best")
     assert model.weight.item() == 4.0
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "steps"), [("pass", 0, [7]), ("raise SystemExit(3)", 3, [7]), ("1 / 0", 1, [])]
+)
+def test_the_last_save_of_a_program_that_closes_nothing(end: str, code: int, steps: list[int], tmp_path: Path) -> None:
+    script = f"""
+import torch
+from lightrl.config import CheckpointConfig, StrategyOptions
+from lightrl.strategy.torch_native import SingleStrategy
+
+options = StrategyOptions(exact_batches=True, checkpoint=CheckpointConfig(asynchronous=True))
+strategy = SingleStrategy(0, 0.0, 1, 1, options)
+model = torch.nn.Linear(1, 1)
+strategy.register(model, torch.optim.SGD(model.parameters(), lr=1.0))
+strategy.set_global_step(7)
+strategy.save_ckpt(model, {str(tmp_path)!r})
+{end}
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == code
+    assert CheckpointDirectory(tmp_path, keep=1).steps() == steps
 
 
 @pytest.mark.slow
