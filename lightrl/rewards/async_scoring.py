@@ -40,6 +40,7 @@ class AsyncRunner(UnitRunner):
     def __init__(self, reward: Any, kind: RewardKind, limits: ScoringLimits, name: str) -> None:
         super().__init__(reward, kind, limits, name)
         self._concurrency = min(limits.concurrency, kind.max_concurrency or limits.concurrency)
+        self._gate = asyncio.Semaphore(self._concurrency)  # for all calls on the loop: an episode scores one sample
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None  # runs the loop once an episode has asked for a reward
 
@@ -48,15 +49,15 @@ class AsyncRunner(UnitRunner):
         units = self.units(samples)
         if not units:
             return []
-        self._loop = self._loop or asyncio.new_event_loop()
+        loop = self._open_loop()
         rounds = 1 + math.ceil(len(units) / self._concurrency)
         try:
             # The time limits of the calls cannot end a call that blocks the loop itself.
             with time_limit(self.limits.timeout_s * rounds * max(map(len, units))):
                 if self._thread is not None:
-                    outcomes = asyncio.run_coroutine_threadsafe(self._gather(units, budget), self._loop).result()
+                    outcomes = asyncio.run_coroutine_threadsafe(self._gather(units, budget), loop).result()
                 else:
-                    outcomes = self._loop.run_until_complete(self._gather(units, budget))
+                    outcomes = loop.run_until_complete(self._gather(units, budget))
         except TimeLimitError as error:
             raise RewardError(
                 f"The reward {self.name!r} is async and blocks: it waits for something without await."
@@ -65,11 +66,11 @@ class AsyncRunner(UnitRunner):
 
     async def arun(self, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
         """Does what run() does, when called from another event loop; the reward stays on its own loop, in a thread."""
-        self._loop = self._loop or asyncio.new_event_loop()
+        loop = self._open_loop()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._loop.run_forever, name=f"reward {self.name}", daemon=True)
+            self._thread = threading.Thread(target=loop.run_forever, name=f"reward {self.name}", daemon=True)
             self._thread.start()
-        running = asyncio.run_coroutine_threadsafe(self._gather(self.units(samples), budget), self._loop)
+        running = asyncio.run_coroutine_threadsafe(self._gather(self.units(samples), budget), loop)
         return [outcome for unit in await asyncio.wrap_future(running) for outcome in unit]
 
     def close(self) -> None:
@@ -82,11 +83,14 @@ class AsyncRunner(UnitRunner):
             self._loop.close()
         self._loop = None
 
-    async def _gather(self, units: list[list[Sample]], budget: FailureBudget) -> list[list[Outcome]]:
-        gate = asyncio.Semaphore(self._concurrency)
+    def _open_loop(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop, self._gate = asyncio.new_event_loop(), asyncio.Semaphore(self._concurrency)
+        return self._loop
 
+    async def _gather(self, units: list[list[Sample]], budget: FailureBudget) -> list[list[Outcome]]:
         async def run_one(unit: list[Sample]) -> list[Outcome]:
-            async with gate:
+            async with self._gate:
                 outcomes = await self._await_call(unit, budget)
             budget.record(outcomes)
             return outcomes

@@ -1,0 +1,37 @@
+"""Async rewards: how many calls wait together, what fails, and where they may be called from."""
+
+from __future__ import annotations
+
+import asyncio
+
+from reward_samples import answered
+
+from lightrl.records import Sample
+from lightrl.rewards.reward_set import make_runner
+from lightrl.rewards.scoring import FailureBudget, ScoringLimits
+
+
+def test_the_limit_holds_for_all_episodes_together() -> None:
+    running, most = 0, 0
+
+    async def waiting(sample: Sample) -> float:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.02)
+        running -= 1
+        return float(sample.text)
+
+    runner = make_runner(waiting, ScoringLimits(concurrency=2))
+
+    async def episodes() -> list[object]:
+        return await asyncio.gather(*(runner.arun([answered(str(place))], FailureBudget()) for place in range(6)))
+
+    try:
+        assert asyncio.run(episodes()) == [[float(place)] for place in range(6)]
+        assert most == 2
+        runner.close()  # ends its loop; the next call starts another
+        assert asyncio.run(episodes()) == [[float(place)] for place in range(6)]
+        assert most == 2
+    finally:
+        runner.close()
