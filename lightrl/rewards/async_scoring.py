@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from lightrl.records import Sample
@@ -107,12 +107,25 @@ class AsyncRunner(UnitRunner):
         timeout_s = self.limits.timeout_s * len(unit)
         call = self.reward(unit[0] if self.kind.scope == "sample" else unit)
         try:
-            returned = await asyncio.wait_for(without_exit(call), timeout_s or None)
+            returned = await _in_time(without_exit(call), timeout_s)
             values = [returned] if self.kind.scope == "sample" else list(returned)
         except Exception as error:
             if self.goes_on_singly(unit, budget):
                 return [outcome for sample in unit for outcome in await self._await_call([sample], budget)]
-            if isinstance(error, asyncio.TimeoutError):
-                error = TimeLimitError(f"no result after {timeout_s:g} s")
             return [failed(self.name, unit, error)] * len(unit)
         return self.checked(unit, values)
+
+
+async def _in_time(call: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
+    """Awaits a call of a reward; unlike with wait_for(), a TimeoutError of the reward itself stays what it is."""
+    running = asyncio.ensure_future(call)
+    try:
+        await asyncio.wait([running], timeout=timeout_s or None)
+        if not running.done():
+            raise TimeLimitError(f"no result after {timeout_s:g} s")
+        if running.cancelled():
+            raise RuntimeError("it was cancelled")
+        return running.result()
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)

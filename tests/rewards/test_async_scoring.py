@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from reward_samples import answered
+from reward_samples import answered, run
 
 from lightrl.records import Sample
+from lightrl.rewards import RewardError
 from lightrl.rewards.reward_set import make_runner
 from lightrl.rewards.scoring import FailureBudget, ScoringLimits
 
@@ -35,3 +36,23 @@ def test_the_limit_holds_for_all_episodes_together() -> None:
         assert most == 2
     finally:
         runner.close()
+
+
+def test_a_time_out_of_the_rewards_own_is_no_time_limit() -> None:
+    async def asking(sample: Sample) -> float:
+        raise TimeoutError("the grader did not answer")
+
+    (error,), _ = run(asking, [answered("a")], max_failures=1, timeout_s=60)
+    assert isinstance(error, RewardError)
+    assert "raised TimeoutError: the grader did not answer on prompt 10" in str(error)
+
+
+def test_a_reward_that_is_cancelled_fails_its_own_sample() -> None:
+    async def waiting(sample: Sample) -> float:
+        if sample.text == "x":
+            raise asyncio.CancelledError  # what a client raises that another task has closed
+        return 1.0
+
+    (error, one), _ = run(waiting, [answered("x"), answered("a")], max_failures=1)
+    assert "raised RuntimeError: it was cancelled on prompt 10" in str(error)
+    assert one == 1.0
