@@ -42,7 +42,7 @@ class AsyncRunner(UnitRunner):
         self._concurrency = min(limits.concurrency, kind.max_concurrency or limits.concurrency)
         self._gate = asyncio.Semaphore(self._concurrency)  # for all calls on the loop: an episode scores one sample
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None  # runs the loop once an episode has asked for a reward
+        self._thread: threading.Thread | None = None  # runs the loop once a reward was asked for in another loop
 
     def run(self, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
         """Returns an outcome for each sample; raises RewardError as soon as the budget is exceeded."""
@@ -50,6 +50,8 @@ class AsyncRunner(UnitRunner):
         if not units:
             return []
         loop = self._open_loop()
+        if _is_in_a_loop():  # in a notebook's cell, for example
+            self._start_thread(loop)
         rounds = 1 + math.ceil(len(units) / self._concurrency)
         try:
             # The time limits of the calls cannot end a call that blocks the loop itself.
@@ -67,9 +69,7 @@ class AsyncRunner(UnitRunner):
     async def arun(self, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
         """Does what run() does, when called from another event loop; the reward stays on its own loop, in a thread."""
         loop = self._open_loop()
-        if self._thread is None:
-            self._thread = threading.Thread(target=loop.run_forever, name=f"reward {self.name}", daemon=True)
-            self._thread.start()
+        self._start_thread(loop)
         running = asyncio.run_coroutine_threadsafe(self._gather(self.units(samples), budget), loop)
         return [outcome for unit in await asyncio.wrap_future(running) for outcome in unit]
 
@@ -87,6 +87,11 @@ class AsyncRunner(UnitRunner):
         if self._loop is None:
             self._loop, self._gate = asyncio.new_event_loop(), asyncio.Semaphore(self._concurrency)
         return self._loop
+
+    def _start_thread(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=loop.run_forever, name=f"reward {self.name}", daemon=True)
+            self._thread.start()
 
     async def _gather(self, units: list[list[Sample]], budget: FailureBudget) -> list[list[Outcome]]:
         async def run_one(unit: list[Sample]) -> list[Outcome]:
@@ -129,3 +134,11 @@ async def _in_time(call: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+
+
+def _is_in_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

@@ -7,7 +7,7 @@ import asyncio
 from reward_samples import answered, run
 
 from lightrl.records import Sample
-from lightrl.rewards import RewardError
+from lightrl.rewards import RewardError, score
 from lightrl.rewards.reward_set import make_runner
 from lightrl.rewards.scoring import FailureBudget, ScoringLimits
 
@@ -56,3 +56,14 @@ def test_a_reward_that_is_cancelled_fails_its_own_sample() -> None:
     (error, one), _ = run(waiting, [answered("x"), answered("a")], max_failures=1)
     assert "raised RuntimeError: it was cancelled on prompt 10" in str(error)
     assert one == 1.0
+
+
+def test_an_async_reward_may_be_scored_where_a_loop_runs() -> None:
+    async def reading(sample: Sample) -> float:
+        await asyncio.sleep(0)
+        return float(sample.text)
+
+    async def cell() -> list[float]:
+        return score(reading, [answered("1"), answered("2")])
+
+    assert asyncio.run(cell()) == [1.0, 2.0]
