@@ -61,27 +61,33 @@ class AsyncRunner(UnitRunner):
                 else:
                     outcomes = loop.run_until_complete(self._gather(units, budget))
         except TimeLimitError as error:
-            raise RewardError(
-                f"The reward {self.name!r} is async and blocks: it waits for something without await."
-            ) from error
+            raise self._blocks() from error
         return [outcome for unit in outcomes for outcome in unit]
 
     async def arun(self, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
         """Does what run() does, when called from another event loop; the reward stays on its own loop, in a thread."""
         loop = self._open_loop()
         self._start_thread(loop)
-        running = asyncio.run_coroutine_threadsafe(self._gather(self.units(samples), budget), loop)
-        return [outcome for unit in await asyncio.wrap_future(running) for outcome in unit]
+        units = self.units(samples)
+        running = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._gather(units, budget), loop))
+        try:
+            await self._wait(running, loop, self.limits.timeout_s * max(map(len, units), default=1))
+            return [outcome for unit in running.result() for outcome in unit]
+        finally:
+            running.cancel()
 
     def close(self) -> None:
-        """Closes the event loop."""
-        if self._loop is not None and self._thread is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(_STOP_S)
-            self._thread = None
-        if self._loop is not None and not self._loop.is_running():
-            self._loop.close()
-        self._loop = None
+        """Cancels what still runs, and closes the event loop."""
+        loop, thread = self._loop, self._thread
+        self._loop = self._thread = None
+        if loop is None:
+            return
+        if thread is not None:
+            ending = asyncio.run_coroutine_threadsafe(_cancel_all(), loop)
+            ending.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
+            thread.join(_STOP_S)
+        if not loop.is_running():
+            loop.close()
 
     def _open_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
@@ -92,6 +98,16 @@ class AsyncRunner(UnitRunner):
         if self._thread is None:
             self._thread = threading.Thread(target=loop.run_forever, name=f"reward {self.name}", daemon=True)
             self._thread.start()
+
+    async def _wait(self, running: asyncio.Future[Any], loop: asyncio.AbstractEventLoop, limit_s: float) -> None:
+        """Waits until the future is done; raises RewardError if a call blocks the loop, which no time limit ends."""
+        while not (await asyncio.wait([running], timeout=limit_s or None))[0]:
+            answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop))
+            if not (await asyncio.wait([running, answer], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED))[0]:
+                raise self._blocks()
+
+    def _blocks(self) -> RewardError:
+        return RewardError(f"The reward {self.name!r} is async and blocks: it waits for something without await.")
 
     async def _gather(self, units: list[list[Sample]], budget: FailureBudget) -> list[list[Outcome]]:
         async def run_one(unit: list[Sample]) -> list[Outcome]:
@@ -134,6 +150,14 @@ async def _in_time(call: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+
+
+async def _cancel_all() -> None:
+    """Cancels all other tasks of the loop, because a task that is left behind makes Python print warnings."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 def _is_in_a_loop() -> bool:

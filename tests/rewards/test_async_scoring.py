@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
+import pytest
 from reward_samples import answered, run
 
 from lightrl.records import Sample
@@ -67,3 +69,27 @@ def test_an_async_reward_may_be_scored_where_a_loop_runs() -> None:
         return score(reading, [answered("1"), answered("2")])
 
     assert asyncio.run(cell()) == [1.0, 2.0]
+
+
+def test_an_episode_does_not_wait_for_a_reward_that_blocks() -> None:
+    async def blocking(sample: Sample) -> float:
+        time.sleep(3)
+        return 1.0
+
+    async def slow(sample: Sample) -> float:
+        await asyncio.sleep(0.1)
+        return 1.0
+
+    runner = make_runner(blocking, ScoringLimits(timeout_s=0.2), name="mine")
+    started = time.monotonic()
+    try:
+        with pytest.raises(RewardError, match="'mine' is async and blocks: it waits for something without await"):
+            asyncio.run(runner.arun([answered("a")], FailureBudget()))
+        assert time.monotonic() - started < 2.5
+    finally:
+        runner.close()
+    patient = make_runner(slow, ScoringLimits(timeout_s=0.3, concurrency=1))
+    try:  # 0.6 s in all: a call's time in the queue does not count
+        assert asyncio.run(patient.arun([answered("a")] * 6, FailureBudget())) == [1.0] * 6
+    finally:
+        patient.close()
