@@ -307,10 +307,11 @@ def score_outcome(name: str, sample: Sample, value: Any) -> Outcome:
     """Returns the value that a reward returned, or an error if it is not a finite number."""
     if isinstance(value, int | float | Real) and -_LARGEST <= value <= _LARGEST:  # type: ignore[operator]  # neither NaN nor infinity is
         return float(value)
-    return float(cast(Any, value)) if _is_numpys_bool(value) else not_a_number(name, sample, value)
+    return float(cast(Any, value)) if is_numpys_bool(value) else not_a_number(name, sample, value)
 
 
-def _is_numpys_bool(value: object) -> bool:
+def is_numpys_bool(value: object) -> bool:
+    """Returns whether it is a boolean of numpy, which is no number to Python."""
     numpy = sys.modules.get("numpy")  # not imported here, because processes of isolated rewards start without it
     return numpy is not None and isinstance(value, numpy.bool_)
 

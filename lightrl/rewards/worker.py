@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.rewards.messages import Reply, receive, run_file, send
-from lightrl.rewards.scoring import NoVerdictError, TimeLimitError, time_limit
+from lightrl.rewards.scoring import NoVerdictError, TimeLimitError, is_numpys_bool, time_limit
 
 _MEMORY_BYTES = 2 << 30  # in addition to what the loaded reward occupies
 _SET_PARENT_DEATH_SIGNAL = 1  # constant of prctl(2)
@@ -54,10 +54,16 @@ def _die_with_the_owner() -> None:
 def _answer(reward: Any, sample: Any, timeout_s: float) -> Reply:
     try:
         with time_limit(timeout_s):
-            value = reward(sample)
+            return Reply(value=_of_pythons_own_types(reward(sample)))
     except (Exception, SystemExit) as error:
         return _failure(error)
-    return Reply(value=float(value) if isinstance(value, Real) else repr(value))
+
+
+def _of_pythons_own_types(value: Any) -> Any:
+    """Returns what the owner can read without any other module; what is no number is shown in its error."""
+    if value is None or type(value) in (int, str):  # an int may be too large for a float
+        return value
+    return float(value) if isinstance(value, Real) or is_numpys_bool(value) else repr(value)
 
 
 def _failure(error: Exception | SystemExit) -> Reply:

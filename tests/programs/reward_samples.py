@@ -6,6 +6,8 @@ import subprocess
 import time
 from typing import Any
 
+import numpy
+
 from lightrl.records import FinishReason, Prompt, Sample
 from lightrl.rewards import NoVerdictError, isolated_reward
 from lightrl.rewards.reward_set import make_runner
@@ -64,6 +66,18 @@ def forgiving(sample: Sample) -> float:
 def counting_what_a_program_reads(sample: Sample) -> float:
     """A checker that takes its input from stdin, and is given none."""
     return float(len(subprocess.run(["head", "-c", "1"], stdout=subprocess.PIPE, check=True, timeout=5).stdout))
+
+
+class Unshown:
+    """Has no text."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("cannot be shown")
+
+
+def returning_what_is_asked(sample: Sample) -> Any:
+    """The response is the expression to return."""
+    return eval(sample.text, {"numpy": numpy, "Unshown": Unshown})
 
 
 def run(reward: Any, samples: list[Sample], *, max_failures: int = 0, **limits: Any) -> tuple[list[Any], FailureBudget]:

@@ -8,7 +8,12 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from reward_samples import answered, counting_what_a_program_reads, doing_as_told
+from reward_samples import (
+    answered,
+    counting_what_a_program_reads,
+    doing_as_told,
+    returning_what_is_asked,
+)
 
 from lightrl.rewards.messages import packed_for_worker, receive, send
 
@@ -39,6 +44,25 @@ def test_it_serves_until_its_input_ends(worker: tuple[int, int]) -> None:
     assert receive(replies, 20).error == "SystemExit: 0"
     send(requests, (answered("2"), 10.0))
     assert receive(replies, 20).value == 2.0
+
+
+def test_it_sends_numbers_as_they_are_and_says_what_is_none(worker: tuple[int, int]) -> None:
+    requests, replies = worker
+    send(requests, packed_for_worker(returning_what_is_asked))
+    assert not receive(replies, 60).error
+    for text, value in (
+        ("numpy.True_", 1.0),
+        ("numpy.float32(0.5)", 0.5),
+        ("10 ** 400", 10**400),
+        ("None", None),
+        ("'1'", "1"),
+        ("[1]", "[1]"),
+    ):
+        send(requests, (answered(text), 10.0))
+        reply = receive(replies, 20)
+        assert (reply.error, reply.value) == ("", value)
+    send(requests, (answered("Unshown()"), 10.0))
+    assert receive(replies, 20).error == "RuntimeError: cannot be shown"  # and the process goes on
 
 
 def test_a_reward_that_cannot_be_loaded_is_told(worker: tuple[int, int]) -> None:
