@@ -53,9 +53,10 @@ def receive(fd: int, timeout_s: float | None = None) -> Any:
 
 def _read(fd: int, count: int, deadline: float | None) -> bytes:
     parts: list[bytes] = []
+    ready = select.poll()  # unlike select(), it takes numbers from 1024 on
+    ready.register(fd, select.POLLIN)
     while count:
-        left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if not select.select([fd], [], [], left_s)[0]:
+        if not ready.poll(None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000):
             raise TimeoutError
         part = os.read(fd, min(count, 1 << 20))
         if not part:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 import time
@@ -33,3 +34,15 @@ def test_a_silent_or_stuck_sender_is_not_waited_for() -> None:
     with pytest.raises(BrokenPipeError):
         send(writer, "nobody")
     os.close(writer)
+
+
+def test_a_process_with_many_open_files_receives_messages() -> None:
+    reader, writer = os.pipe()
+    try:
+        high = fcntl.fcntl(reader, fcntl.F_DUPFD, 1024)
+    except OSError:
+        pytest.skip("this system allows no more than 1024 open files")
+    send(writer, "hello")
+    assert receive(high, 20) == "hello"
+    for end in (reader, writer, high):
+        os.close(end)
