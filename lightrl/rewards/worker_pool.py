@@ -7,9 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -77,28 +78,24 @@ class WorkerPool:
         self._num_workers = max(1, num_workers)
         self._timeout_s = min((limit for limit in (timeout_s, isolation.timeout_s) if limit), default=0.0)
         self._workers: list[_Worker] = []
+        self._idle: SimpleQueue[_Worker] = SimpleQueue()  # lacks those that still work for a run that was given up
         self._threads: ThreadPoolExecutor | None = None
 
-    def run(self, samples: Sequence[Sample]) -> list[Any]:
-        """Returns for each sample what the reward returned, or an exception in its place."""
+    def run(self, samples: Sequence[Sample]) -> Iterator[Any]:
+        """Yields for each sample what the reward returned, or an exception in its place."""
         while len(self._workers) < min(self._num_workers, len(samples)):
             self._workers.append(_Worker(self._name, self._packed))
-        if not samples:
-            return []
-        idle: SimpleQueue[_Worker] = SimpleQueue()
-        for worker in self._workers:
-            idle.put(worker)
-
-        def run_one(sample: Sample) -> Any:
-            worker = idle.get()
-            try:
-                return self._result(worker.ask(sample, self._timeout_s))
-            finally:
-                idle.put(worker)
-
+            self._idle.put(self._workers[-1])
         # Kept until close(): a worker dies with the thread that started it, so none outlives a killed owner.
         self._threads = self._threads or ThreadPoolExecutor(self._num_workers, thread_name_prefix="reward")
-        return list(self._threads.map(run_one, samples))
+        return self._threads.map(partial(self._run_one, self._idle), samples)
+
+    def _run_one(self, idle: SimpleQueue[_Worker], sample: Sample) -> Any:
+        worker = idle.get()
+        try:
+            return self._result(worker.ask(sample, self._timeout_s))
+        finally:
+            idle.put(worker)
 
     def _result(self, reply: Reply) -> Any:
         if not reply.error:
@@ -114,12 +111,16 @@ class WorkerPool:
 
     def close(self) -> None:
         """Kills the processes."""
-        for worker in self._workers:
+        threads, workers = self._threads, self._workers
+        self._threads, self._workers, self._idle = None, [], SimpleQueue()
+        if threads is not None:
+            threads.shutdown(wait=False, cancel_futures=True)
+        for worker in workers:
+            worker.stop()
+        if threads is not None:
+            threads.shutdown()  # before the pipes are closed, whose numbers other files would get
+        for worker in workers:
             worker.kill()
-        self._workers = []
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
-        self._threads = None
 
 
 class _Worker:
@@ -168,12 +169,16 @@ class _Worker:
             raise RuntimeError(f"A process could not load the reward {self._name!r}: {reply.traceback}")
         return process
 
+    def stop(self) -> None:
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
     def kill(self) -> None:
+        self.stop()
         process, self._process = self._process, None
         if process is None:
             return
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None

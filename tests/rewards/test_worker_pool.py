@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from reward_samples import answered, doing_as_told, forgiving
 
-from lightrl.rewards import NoVerdictError, load_reward
+from lightrl.rewards import NoVerdictError, RewardError, load_reward, score
 from lightrl.rewards.messages import packed_for_worker
 from lightrl.rewards.scoring import Isolation, kind_of
 from lightrl.rewards.worker_pool import WorkerError, WorkerPool
@@ -28,7 +28,7 @@ def pool() -> Iterator[WorkerPool]:
 
 
 def run(pool: WorkerPool, *texts: str) -> list[Any]:
-    return pool.run([answered(text) for text in texts])
+    return list(pool.run([answered(text) for text in texts]))
 
 
 def test_values_come_in_order_and_errors_in_their_place(pool: WorkerPool) -> None:
@@ -39,7 +39,7 @@ def test_values_come_in_order_and_errors_in_their_place(pool: WorkerPool) -> Non
     assert str(error).startswith("ValueError: could not convert")
     assert "in doing_as_told" in str(error.__cause__)
     assert isinstance(unsure, NoVerdictError)
-    assert pool.run([]) == []
+    assert run(pool) == []
 
 
 def test_what_hangs_crashes_or_eats_memory_costs_only_itself(pool: WorkerPool) -> None:
@@ -51,6 +51,24 @@ def test_what_hangs_crashes_or_eats_memory_costs_only_itself(pool: WorkerPool) -
     assert "its process was killed" in str(stuck)
     assert (one, two) == (2.0, 4.0)
     assert time.monotonic() - started < 25
+
+
+def test_the_rest_is_not_waited_for_past_the_budget() -> None:
+    started = time.monotonic()
+    with pytest.raises(RewardError, match="ValueError: could not convert"):
+        score(doing_as_told, [answered("x"), *[answered("sleep")] * 6])  # 1.5 s each
+    assert time.monotonic() - started < 7
+
+
+def test_a_worker_of_a_run_that_was_given_up_is_not_asked_before_it_is_done() -> None:
+    pool = WorkerPool(doing_as_told, Isolation(timeout_s=1.0), num_workers=2, timeout_s=60)
+    try:
+        given_up = pool.run([answered("1"), answered("sleep"), answered("sleep"), answered("sleep")])
+        assert next(given_up) == 1.0
+        given_up.close()  # type: ignore[attr-defined]
+        assert run(pool, "2", "3", "4") == [2.0, 3.0, 4.0]
+    finally:
+        pool.close()
 
 
 def test_a_forgiving_reward_has_no_verdict_where_it_is_stopped() -> None:
@@ -89,14 +107,14 @@ def test_no_worker_outlives_an_owner_that_was_killed() -> None:
         "from lightrl.rewards.scoring import Isolation\n"
         "from lightrl.rewards.worker_pool import WorkerPool\n"
         "pool = WorkerPool(doing_as_told, Isolation(), num_workers=1, timeout_s=300)\n"
-        "print(pool.run([answered('1')]), pool._workers[0]._process.pid, flush=True)\n"
-        "pool.run([answered('hang in C')])\n"
+        "print(*pool.run([answered('1')]), pool._workers[0]._process.pid, flush=True)\n"
+        "list(pool.run([answered('hang in C')]))\n"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=env, text=True) as owner:
         assert owner.stdout
         value, worker = owner.stdout.readline().split()
-        assert value == "[1.0]"
+        assert value == "1.0"
         time.sleep(0.5)  # it is in its second sample
         assert Path(f"/proc/{worker}").exists()
         owner.kill()
