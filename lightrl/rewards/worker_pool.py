@@ -161,9 +161,16 @@ class _Worker:
         try:
             send(process.stdin.fileno(), self._packed)
             reply: Reply = receive(process.stdout.fileno(), _START_S)
-        except (TimeoutError, EOFError, BrokenPipeError) as error:
+        except TimeoutError as error:
             self.kill()
             raise RuntimeError(f"A process for the reward {self._name!r} did not start within {_START_S} s.") from error
+        except (EOFError, BrokenPipeError) as error:
+            code = process.wait()
+            self.kill()
+            raise RuntimeError(
+                f"A process for the reward {self._name!r} ended with exit code {code} before it was ready: what "
+                "it wrote to standard error says why."
+            ) from error
         if reply.error:
             self.kill()
             raise RuntimeError(f"A process could not load the reward {self._name!r}: {reply.traceback}")

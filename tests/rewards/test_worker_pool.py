@@ -124,6 +124,16 @@ def test_no_worker_outlives_an_owner_that_was_killed() -> None:
     assert not Path(f"/proc/{worker}").exists()
 
 
+def test_a_process_that_ends_before_it_is_ready_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "ending.py"
+    path.write_text("from lightrl.rewards import isolated_reward\n@isolated_reward()\ndef one(sample): return 1.0\n")
+    reward = load_reward(f"{path}:one")
+    path.write_text("import os\nos._exit(3)\n")
+    pool = WorkerPool(reward, Isolation(), num_workers=1, timeout_s=5)
+    with pytest.raises(RuntimeError, match="for the reward 'one' ended with exit code 3 before it was ready"):
+        run(pool, "1")
+
+
 def test_what_another_process_cannot_find_is_told_at_once() -> None:
     with pytest.raises(ValueError, match="'<lambda>' is isolated, and its processes cannot find it"):
         packed_for_worker(lambda sample: 0.0)
