@@ -14,6 +14,7 @@ import select
 import struct
 import sys
 import time
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +24,7 @@ from lightrl.rewards.scoring import reward_name, unwrapped
 
 _LENGTH = struct.Struct("<Q")
 _FILE_MODULE_PREFIX = "lightrl_reward_file_"
+_sources: dict[str, bytes] = {}  # of the modules of files, by name; a file that was changed is run again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +82,14 @@ def packed_for_worker(reward: Any) -> tuple[str, bytes]:
 
 
 def run_file(path: Path) -> ModuleType:
-    """Runs a Python file as a separate module."""
-    module_name = f"{_FILE_MODULE_PREFIX}{path.stem}"
-    spec = importlib.util.spec_from_file_location(module_name, path.resolve())
+    """Runs a Python file as a separate module; the same file is run once, because pickle looks up its functions."""
+    file = path.resolve()
+    module_name = f"{_FILE_MODULE_PREFIX}{path.stem}_{zlib.crc32(os.fsencode(file)):08x}"
+    source = file.read_bytes()
+    if module_name in sys.modules and _sources.get(module_name) == source:
+        return sys.modules[module_name]
+    _sources[module_name] = source
+    spec = importlib.util.spec_from_file_location(module_name, file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

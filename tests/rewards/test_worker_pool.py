@@ -101,6 +101,22 @@ def test_a_reward_of_a_file_is_found_again(tmp_path: Path) -> None:
         pool.close()
 
 
+def test_rewards_of_one_file_and_of_files_with_one_name_are_told_apart(tmp_path: Path) -> None:
+    for folder, first in (("a", 0.0), ("b", 2.0)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "own.py").write_text(
+            "from lightrl.rewards import isolated_reward\n"
+            f"@isolated_reward()\ndef f(sample): return {first}\n"
+            f"@isolated_reward()\ndef g(sample): return {first + 1}\n"
+        )
+    names = [f"{tmp_path}/{folder}/own.py:{name}" for folder in "ab" for name in "fg"]
+    rewards = [load_reward(name) for name in names]
+    assert [score(reward, [answered("")]) for reward in rewards] == [[0.0], [1.0], [2.0], [3.0]]
+    path = tmp_path / "a" / "own.py"
+    path.write_text(path.read_text().replace("return 0.0", "return 7"))
+    assert score(load_reward(names[0]), [answered("")]) == [7.0]  # as changed in between, by hand in a notebook
+
+
 def test_no_worker_outlives_an_owner_that_was_killed() -> None:
     program = (
         "from reward_samples import answered, doing_as_told\n"
