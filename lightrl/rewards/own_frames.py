@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lightrl.rewards.scoring import RewardError
 
-_PACKAGE = str(Path(__file__).resolve().parents[1])
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def explain(error: RewardError) -> str:
@@ -15,7 +15,7 @@ def explain(error: RewardError) -> str:
     lines = []
     if error.__cause__ is not None:
         cause = traceback.TracebackException.from_exception(error.__cause__, compact=True)
-        own = [frame for frame in cause.stack if not str(Path(frame.filename).resolve()).startswith(_PACKAGE)]
+        own = [frame for frame in cause.stack if not Path(frame.filename).resolve().is_relative_to(_PACKAGE)]
         if own:
             lines = ["Traceback (most recent call last):\n", *traceback.format_list(own)]
             lines += traceback.format_exception_only(error.__cause__)

@@ -1,9 +1,11 @@
 """A reward that ends a run is shown with the frames of the user's code."""
 
+from typing import Any
+
 import pytest
 
 from lightrl.records import Prompt, Sample
-from lightrl.rewards import load_reward, score
+from lightrl.rewards import load_reward, own_frames, score
 from lightrl.rewards.own_frames import explain
 from lightrl.rewards.scoring import RewardError
 
@@ -37,3 +39,12 @@ def test_a_reward_beside_the_package_is_the_users_and_a_builtin_one_is_not() -> 
     with pytest.raises(RewardError) as caught:
         score(load_reward("exact_match"), [judged(None)])
     assert explain(caught.value).startswith("error: The reward 'exact_match' raised ValueError")
+
+
+def test_a_folder_whose_name_only_begins_like_the_packages_is_the_users() -> None:
+    file = f"{own_frames._PACKAGE}_rewards/mine.py"
+    names: dict[str, Any] = {}
+    exec(compile("def third(sample):\n    return sample.text[9]\n", file, "exec"), names)
+    with pytest.raises(RewardError) as caught:
+        score(names["third"], [judged("2")])
+    assert f'File "{file}", line 2, in third' in explain(caught.value)
