@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -61,7 +63,7 @@ class BackgroundSave:
 class BackgroundSaver(TrainingStateSaver):
     """Saver whose save() returns once the state is copied to host memory.
 
-    The checkpoint is complete after a later update, finish(), the next save or the end of the run.
+    The checkpoint is complete after a later update, finish(), the next save, or the end of a program without an error.
     """
 
     make_writer = DeferredWriter
@@ -75,6 +77,7 @@ class BackgroundSaver(TrainingStateSaver):
     def _complete(self, writers: Sequence[StateWriter], commit: Callable[[], None]) -> None:
         jobs = [job for writer in writers if isinstance(writer, DeferredWriter) for job in writer.jobs]
         self.pending = BackgroundSave(jobs, commit)
+        atexit.register(self._finish_at_exit)  # before the process group is destroyed, which was made earlier
 
     def poll(self) -> None:
         """Completes a save in the background if all ranks have written; raises one rank's error on all ranks."""
@@ -85,7 +88,13 @@ class BackgroundSaver(TrainingStateSaver):
         """Waits for a save in the background and completes it; every rank must call it."""
         if self.pending is not None:
             saving, self.pending = self.pending, None
+            atexit.unregister(self._finish_at_exit)
             saving.finish(self._trainer.comm)
+
+    def _finish_at_exit(self) -> None:
+        """Completes the last save of a program that does not close its strategy, unless an error ended it."""
+        if not hasattr(sys, "last_type"):
+            self.finish()
 
 
 class _Polling(UpdateHook):
