@@ -173,3 +173,34 @@ def test_a_group_is_compared_in_the_order_of_its_samples_whoever_asks_first() ->
         return await asyncio.gather(*(siblings.reward(sample(index, "x")) for index in (2, 0, 1)))
 
     assert asyncio.run(last_first()) == [4.0, 0.0, 2.0]  # the weight 2 times the places 2, 0 and 1
+
+
+def test_a_sibling_that_is_cancelled_while_it_scores_for_all_does_not_stop_the_others() -> None:
+    seen: list[int] = []
+
+    @group_reward
+    async def hanging_once(group: Sequence[Sample]) -> list[float]:
+        seen.append(len(group))
+        await asyncio.sleep(60 if len(seen) == 1 else 0)
+        return [float(len(one.text)) for one in group]
+
+    run = rewards(own=hanging_once)
+    siblings = Siblings(3, run)
+
+    async def episode(index: int) -> float:
+        try:
+            limit_s = 0.2 if index == 2 else None  # the last one to ask scores all
+            return await asyncio.wait_for(siblings.reward(sample(index, "x" * index)), limit_s)
+        finally:
+            await siblings.leave()
+
+    async def all_three() -> list[Any]:
+        return await asyncio.wait_for(asyncio.gather(*map(episode, range(3)), return_exceptions=True), 20)
+
+    try:
+        first, second, late = asyncio.run(all_three())
+    finally:
+        run.close()
+    assert (first, second) == (0.0, 2.0)
+    assert isinstance(late, asyncio.TimeoutError)
+    assert seen == [3, 2]
