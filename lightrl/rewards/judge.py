@@ -123,7 +123,7 @@ class Judge:
                 content = json.loads(response.read(_MAX_REPLY_BYTES))
         except urllib.error.HTTPError as error:
             # Shortened only after the key is removed, because half a key at the end would not be recognised.
-            answer = self._without_key(error.read(_MAX_REPLY_BYTES).decode(errors="replace"))
+            answer = self._without_key(_body_of(error))
             message = f"HTTP {error.code}: {answer[:500]}"
             if error.code in _TRANSIENT or error.code >= 500:
                 raise _TransientError(message, _retry_after(error.headers.get("Retry-After"))) from None
@@ -156,6 +156,13 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, *args: Any, **kwargs: Any) -> None:
         return None
+
+
+def _body_of(error: urllib.error.HTTPError) -> str:
+    try:
+        return error.read(_MAX_REPLY_BYTES).decode(errors="replace")
+    except (OSError, http.client.HTTPException) as broken:  # the status is what counts
+        return f"its text broke off ({type(broken).__name__})"
 
 
 def question_of(prompt: Prompt) -> str:

@@ -142,6 +142,15 @@ def test_what_may_pass_is_tried_again_and_no_more_than_allowed(server: Server) -
     assert len(server.requests) == 6
 
 
+def test_an_error_whose_text_breaks_off_is_tried_again(server: Server) -> None:
+    broken = {"Transfer-Encoding": "chunked", "Retry-After": "0.01"}, "5\r\nbus"
+    server.answer = lambda number, body: (503, *broken) if number < 3 else (200, {}, completion("Score: 5"))
+    assert judged(server, "a", retries=2) == [0.5]
+    server.answer = lambda number, body: (404, *broken)
+    with pytest.raises(RewardError, match="refused: HTTP 404"):
+        judged(server, "a")
+
+
 def test_a_silent_server_and_none_at_all_are_failures(server: Server) -> None:
     def slow(number: int, body: Any) -> Answer:
         time.sleep(1)
