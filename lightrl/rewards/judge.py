@@ -131,10 +131,15 @@ class Judge:
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise _TransientError(self._without_key(f"{type(error).__name__}: {error}")[:500], 0.0) from None
         try:
-            return content["choices"][0]["message"]["content"] or ""
+            choice = content["choices"][0]
+            text: str = choice["message"]["content"] or ""
         except (KeyError, IndexError, TypeError):
             shown = self._without_key(str(content))[:200]
             raise RuntimeError(f"the judge's reply is no chat completion: {shown}") from None
+        if choice.get("finish_reason") == "length" and not self._pattern.search(text):
+            limit = f"--judge.max_tokens {self._settings.max_tokens}"
+            raise NoVerdictError(f"the judge's reply was cut off at {limit} before a score: allow more")
+        return text
 
     def _without_key(self, text: str) -> str:
         """Removes the API key from a text, in each form in which a server may echo it."""

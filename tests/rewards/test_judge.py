@@ -126,6 +126,19 @@ def test_a_reply_without_a_score_is_no_verdict(server: Server) -> None:
     assert five == 0.5
 
 
+def test_a_reply_that_was_cut_off_names_the_option(server: Server) -> None:
+    def cut(text: str | None) -> str:
+        return json.dumps({"choices": [{"message": {"content": text}, "finish_reason": "length"}]})
+
+    replies = {"a": cut(None), "b": cut("Let me think."), "c": cut("Score: 5")}
+    server.answer = lambda number, body: (200, {}, replies[body["messages"][0]["content"]])
+    thought, thinking, five = judged(server, "a", "b", "c", prompt="{response}", max_tokens=9)
+    for error in (thought, thinking):
+        assert error.is_no_verdict
+        assert "was cut off at --judge.max_tokens 9 before a score: allow more" in str(error)
+    assert five == 0.5  # a pattern may be for the first token alone
+
+
 def test_what_may_pass_is_tried_again_and_no_more_than_allowed(server: Server) -> None:
     server.answer = lambda number, body: (
         (429, {"Retry-After": "0.05"}, "slow down") if number < 3 else (200, {}, completion("Score: 5"))
