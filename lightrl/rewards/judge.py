@@ -60,7 +60,7 @@ class Judge:
         self._pattern = _score_pattern(settings.score_pattern)
         self._api_key = _api_key(settings.api_key_env)
         self._key_forms = _forms_of(self._api_key)
-        if self._api_key and self._url.startswith("http://") and not _is_local(self._url):
+        if self._api_key and urllib.parse.urlsplit(self._url).scheme == "http" and not _is_local(self._url):
             logger.warning("--judge.url is plain http to another machine: the key of --judge.api_key_env can be read.")
         self._threads = ThreadPoolExecutor(max_workers=_MAX_THREADS, thread_name_prefix="judge")
         self._opener = _opener(self._url)

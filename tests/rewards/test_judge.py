@@ -281,6 +281,7 @@ def test_a_key_that_would_travel_in_clear_is_told(
         ("http://127.0.0.1:9/v1", False),
         ("https://judge.example/v1", False),
         ("http://judge.example/v1", True),
+        ("HTTP://judge.example/v1", True),
     ):
         caplog.clear()
         Judge(settings=JudgeConfig(url=url, model="m", api_key_env="JUDGE_KEY"))
