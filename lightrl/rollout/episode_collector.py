@@ -169,7 +169,7 @@ class EpisodeCollector(EpisodeScorer, Collector):
             episode = self.workflow_of(job).arun_episode(client, job.prompt)
             made = await asyncio.wait_for(without_exit(episode), self._timeout_s or None)
             return _as_episode(made, client, job.prompt)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:  # the latter of a task that the workflow awaited
             is_late = isinstance(error, (TimeoutError, asyncio.TimeoutError))  # one class since Python 3.11
             reason = f"no result after {self._timeout_s:g} s" if is_late else str(error)
             return EpisodeFailure(f"{type(error).__name__}: {reason}", traceback.format_exc())

@@ -94,6 +94,23 @@ class Leaving(Workflow):
         raise SystemExit(0)
 
 
+class Cancelling(Workflow):
+    """Awaits a task that was cancelled, as a client of a tool does whose connection ends."""
+
+    async def arun_episode(self, engine, data):
+        task = asyncio.ensure_future(asyncio.sleep(60))
+        task.cancel()
+        await task
+
+
+class CancellingItself(Workflow):
+    """Cancels the task of its episode."""
+
+    async def arun_episode(self, engine, data):
+        asyncio.current_task().cancel()
+        await asyncio.sleep(60)
+
+
 class Judged(Workflow):
     """Asks for its reward, but for sample 1, which leaves early."""
 

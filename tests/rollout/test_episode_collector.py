@@ -154,7 +154,15 @@ def test_an_episode_that_leaves_the_images_of_its_prompt_out_is_refused() -> Non
             _as_episode(episode, client, prompt)
 
 
-@pytest.mark.parametrize(("workflow", "told"), [("Broken", "the tool is on fire"), ("Leaving", r"it called exit\(0\)")])
+@pytest.mark.parametrize(
+    ("workflow", "told"),
+    [
+        ("Broken", "the tool is on fire"),
+        ("Leaving", r"it called exit\(0\)"),
+        ("Cancelling", "CancelledError"),
+        ("CancellingItself", "CancelledError"),
+    ],
+)
 def test_a_workflow_that_always_fails_ends_the_run(
     workflow: str, told: str, strategy: StrategyBase, prompts: list[tuple[int, Prompt]]
 ) -> None:
