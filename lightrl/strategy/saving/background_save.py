@@ -95,6 +95,8 @@ class BackgroundSaver(TrainingStateSaver):
         """Completes the last save of a program that does not close its strategy, unless an error ended it."""
         if not hasattr(sys, "last_type"):
             self.finish()
+        elif self.pending is not None:
+            self.pending.wait()  # a thread that is within torch when the interpreter is torn down aborts the process
 
 
 class _Polling(UpdateHook):
