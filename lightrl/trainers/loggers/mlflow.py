@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 
 from lightrl.imports import import_extra
 from lightrl.trainers.loggers.attach import PROJECT, LoggedRun
 
 _LONGEST = 500  # longest parameter, in characters
+_REFUSED = re.compile(r"[^/\w.\- ]")  # characters that MLflow refuses in a name, by an error that would end the run
 
 
 class MLflowLogger:
@@ -24,8 +26,13 @@ class MLflowLogger:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs the metrics of a step."""
-        self._mlflow.log_metrics(dict(metrics), step=step)
+        self._mlflow.log_metrics({_accepted(name): value for name, value in metrics.items()}, step=step)
 
     def close(self) -> None:
         """Ends the run of MLflow."""
         self._mlflow.end_run()
+
+
+def _accepted(name: str) -> str:
+    """Returns a metric's name as MLflow takes it: eval/pass@4 as eval/pass_at_4."""
+    return _REFUSED.sub("_", name.replace("@", "_at_"))

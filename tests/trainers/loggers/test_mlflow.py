@@ -18,9 +18,11 @@ def test_calls(logged_run: LoggedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", package)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     logger = MLflowLogger(logged_run)
-    logger.log(2, {"loss": 0.5})
+    logger.log(2, {"loss": 0.5, "eval/pass@4": 1.0, "eval/math (hard)/avg@8": 0.25})
     logger.close()
     package.set_tracking_uri.assert_called_once_with(f"sqlite:///{logged_run.folder}/mlflow.db")
     package.log_params.assert_called_once_with({"lr": "0.5", "judge.key": "***"})
-    package.log_metrics.assert_called_once_with({"loss": 0.5}, step=2)
+    package.log_metrics.assert_called_once_with(
+        {"loss": 0.5, "eval/pass_at_4": 1.0, "eval/math _hard_/avg_at_8": 0.25}, step=2
+    )
     package.end_run.assert_called_once_with()
