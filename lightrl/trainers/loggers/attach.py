@@ -101,9 +101,16 @@ def _id_of(folder: Path) -> str:
 
 def public_options(config: Any) -> dict[str, Any]:
     """Returns all options by name, without possible secrets: keys, tokens, and users in URLs."""
-    found: dict[str, Any] = {}
-    for name, value in flatten(as_dict(config)):
-        if isinstance(value, str):
-            value = "***" if value and _SECRET.search(name) else _USER_OF_URL.sub("//***@", value)
-        found[name] = value
-    return found
+    return {name: _public(name, value) for name, value in flatten(as_dict(config))}
+
+
+def _public(name: str, value: Any) -> Any:
+    """Returns an option without secrets; its texts may be arguments, such as api_key=SECRET."""
+    if isinstance(value, list):
+        return [_public(name, item) for item in value]
+    if not isinstance(value, str):
+        return value
+    argument, separator, content = value.partition("=")
+    if separator and content and _SECRET.search(argument):
+        return f"{argument}=***"
+    return "***" if value and _SECRET.search(name) else _USER_OF_URL.sub("//***@", value)

@@ -90,3 +90,10 @@ def test_no_secret_leaves_the_run() -> None:
     assert options["judge.url"] == "http://***@localhost:1/v1"
     assert options["judge.api_key_env"] == "MY_KEY"  # the name of a variable
     assert "hunter2" not in str(options)
+
+
+def test_no_secret_leaves_the_run_in_a_list_of_arguments() -> None:
+    given = ("hf_token=hunter2", "url=http://me:hunter2@localhost/", "max_tokens=8")
+    options = public_options(GRPOConfig(engine_args=given, reward_args=("exact_match.api_key=hunter2",)))
+    assert options["engine_args"] == ["hf_token=***", "url=http://***@localhost/", "max_tokens=8"]
+    assert options["reward_args"] == ["exact_match.api_key=***"]
