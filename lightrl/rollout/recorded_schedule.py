@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from lightrl.checkpoint import save_bytes
 from lightrl.records import ScoredGroup, Status
 
 SCHEDULE = "schedule.jsonl"
@@ -73,7 +74,7 @@ class ScheduleLog:
     def _drop_from(self, step: int) -> None:
         """Drops the lines that an interrupted run wrote after the checkpoint from which this run continues."""
         kept = [line for line in _lines(self._path) if json.loads(line)["step"] <= step]
-        self._path.write_text("".join(f"{line}\n" for line in kept))
+        save_bytes(self._path, "".join(f"{line}\n" for line in kept).encode())
         self._is_open = True
 
 
@@ -93,7 +94,7 @@ def _lines(path: Path) -> list[str]:
     """Returns the complete lines of a file; a kill may have truncated the last one."""
     if not path.is_file():
         return []
-    return [line for line in path.read_text().splitlines() if line.endswith("}")]
+    return [line[:-1] for line in path.read_text().splitlines(keepends=True) if line.endswith("}\n")]
 
 
 def _as_json(group: ScoredGroup, calls: Calls) -> dict[str, Any]:

@@ -75,6 +75,27 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
     assert [[item.ticket for item in batch] for batch in read_schedule(tmp_path)] == [[0], [1], [12]]
 
 
+def test_a_kill_in_the_middle_of_a_line_costs_only_that_line(tmp_path, monkeypatch):
+    for step in range(3):
+        append(tmp_path, step, group(step, ((5, 6), (0, 0))))
+    path = tmp_path / SCHEDULE
+    whole = path.read_text()
+    end = whole.rindex("}", 0, whole.rindex("}"))  # of the only group in the last line
+    path.write_text(whole[: end + 1])
+    assert [item.ticket for (item,) in read_schedule(tmp_path)] == [0, 1]
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            append(tmp_path, 2)
+    assert len(read_schedule(tmp_path)) == 2  # what is there stays until there is something better
+    append(tmp_path, 2)
+    assert len(read_schedule(tmp_path)) == 3
+
+
 def test_a_run_without_a_schedule_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"has no schedule.jsonl: it is no run with --rollout.max_staleness"):
         read_schedule(tmp_path)
