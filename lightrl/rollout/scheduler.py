@@ -124,7 +124,7 @@ class Scheduler:
     def batch(self, step: int) -> tuple[int, ...] | None:
         """Returns the tickets of the step's batch, ascending; None while the step has to wait."""
         if self._is_exhausted:
-            return None if self.running else tuple(sorted(self.finished)[: self.rules.batch_size])
+            return None if self.may_run(step) else tuple(sorted(self.finished)[: self.rules.batch_size])
         return self._choose(step)
 
     def _choose(self, step: int) -> tuple[int, ...] | None:

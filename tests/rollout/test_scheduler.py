@@ -142,6 +142,21 @@ def test_only_its_members_run_in_a_tail_batch() -> None:
     assert made.may_run(1) == [4]
 
 
+def test_a_tail_batch_that_has_lost_too_many_groups_does_not_wait_for_those_that_may_not_run() -> None:
+    made = AsyncScheduler(Rules(batch_size=1, max_staleness=4, over_issue=4, tail_batch=1, tail_after=1, max_rounds=2))
+    assert made.start(0) == [0, 1, 2, 3, 4]
+    made.finish([0])
+    made.take((0,))
+    made.start(1)
+    assert made.is_tail(1)
+    made.lose([1])
+    made.lose([2])  # 2 rounds of 1
+    assert made.batch(1) is None
+    assert made.may_run(1) == [3]
+    made.finish([3])
+    assert made.batch(1) == (3,)  # 4 waits for the next step
+
+
 # ---- 300 random schedules ------------------------------------------------------------------------------------------
 
 
