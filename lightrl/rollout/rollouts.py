@@ -285,6 +285,11 @@ class _SubmittedScheduler(AsyncScheduler):
             self.refill(allowed - queued)
         return min(allowed, len(self._prompts) - self.next_ticket)
 
+    @property
+    def _is_exhausted(self) -> bool:
+        """Whether to start no more prompts of an endless loader; those that were submitted come to an end anyway."""
+        return self.refill is not None and super()._is_exhausted
+
     def batch(self, step: int) -> tuple[int, ...] | None:
         """Returns the tickets that the call waits for, ascending; None until they are finished."""
         if self.wanted is not None:

@@ -3,10 +3,13 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from lightrl.records import Prompt
+from lightrl.rollout.rollouts import _SubmittedScheduler
+from lightrl.rollout.scheduler import Rules
 from lightrl.testing import run_spmd
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +25,21 @@ def calls(folder: Path, world: int) -> dict[str, Any]:
 
 def answers(rows: list[Any]) -> list[float]:
     return [row[1] for row in rows]
+
+
+def test_a_call_that_loses_many_prompts_still_waits_for_all_that_it_asked_for() -> None:
+    scheduler = _SubmittedScheduler(Rules(batch_size=1, max_staleness=99), [cast(Prompt, None)] * 24)
+    scheduler.count = 8
+    assert scheduler.start(0) == [*range(24)]
+    scheduler.lose(range(0, 12, 2))  # more than five batches
+    scheduler.finish(range(1, 14, 2))
+    assert scheduler.batch(0) is None  # 7 of 8
+    scheduler.finish([12])
+    assert scheduler.batch(0) == (1, 3, 5, 7, 9, 11, 12, 13)
+    scheduler.lose(range(14, 24))
+    scheduler.count = 9
+    with pytest.raises(RuntimeError, match="waits for 9 prompts, of which 8 are finished; none is running"):
+        scheduler.batch(0)
 
 
 @pytest.mark.slow
