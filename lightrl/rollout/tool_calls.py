@@ -15,6 +15,7 @@ from typing import Any
 from transformers.utils.chat_template_utils import get_json_schema
 
 from lightrl.imports import load_object
+from lightrl.rewards.async_scoring import without_exit
 from lightrl.rollout.tool_parsers import ToolCall, bad_call
 
 logger = logging.getLogger(__name__)
@@ -73,9 +74,14 @@ class ToolBox:
                 inspect.signature(tool.function).bind(**call.arguments)
             except TypeError as error:
                 return self._error(f"{bad_call(f'{call.name}({call.arguments})', error).problem}.")
-            return self._cut(str(await asyncio.wait_for(_started(tool, call.arguments), self._timeout_s)))
-        except asyncio.TimeoutError:
-            return self._error(f"no result after {self._timeout_s:g} s")
+            running = asyncio.ensure_future(without_exit(_started(tool, call.arguments)))
+            try:  # not wait_for(), which would wait for a tool that goes on although it was cancelled
+                await asyncio.wait([running], timeout=self._timeout_s)
+            finally:
+                running.cancel()
+            if not running.done():
+                return self._error(f"no result after {self._timeout_s:g} s")
+            return self._cut(str(running.result()))
         except Exception as error:
             self._show(call, error)
             return self._error(f"{type(error).__name__}: {error}")
@@ -122,9 +128,8 @@ async def in_daemon_thread(function: Callable[..., Any], arguments: Mapping[str,
         if error is None:
             done.set_result(value)
         else:
-            done.set_exception(
-                error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
-            )
+            is_taken = isinstance(error, Exception) and not isinstance(error, StopIteration)  # by a future
+            done.set_exception(error if is_taken else RuntimeError(f"{type(error).__name__}: {error}"))
 
     def run() -> None:
         value, failure = None, None

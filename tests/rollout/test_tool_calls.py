@@ -6,6 +6,7 @@ import asyncio
 import logging
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -40,6 +41,40 @@ def test_a_tool_that_hangs_holds_up_neither_the_others_nor_the_loop() -> None:
     assert found == [("error: no result after 0.2 s", True)] * 40 + [("fine", False)]
 
 
+def test_a_tool_that_goes_on_after_its_cancellation_is_answered_for_in_time() -> None:
+    async def stubborn() -> str:
+        for _ in range(2):
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(1)
+        return "late"
+
+    began = time.monotonic()
+
+    async def ask() -> str:
+        return (await box(stubborn=stubborn).answer(ToolCall("stubborn", {}))).text
+
+    loop = asyncio.new_event_loop()  # asyncio.run() would wait for the tool at its end
+    assert loop.run_until_complete(ask()) == "error: no result after 0.2 s"
+    assert time.monotonic() - began < 0.9
+    loop.run_until_complete(asyncio.wait(asyncio.all_tasks(loop)))
+    loop.close()
+
+
+def test_an_error_that_a_future_refuses_or_that_looks_like_the_time_limit_is_read_at_once() -> None:
+    def empty() -> int:
+        return next(iter([]))
+
+    def slow() -> None:
+        raise TimeoutError("the database is slow")
+
+    began = time.monotonic()
+    assert answers(box(empty=empty, slow=slow), "empty", "slow") == [
+        ("error: RuntimeError: StopIteration: ", True),
+        ("error: TimeoutError: the database is slow", True),
+    ]
+    assert time.monotonic() - began < 0.15
+
+
 def test_a_long_result_and_a_long_error_are_cut() -> None:
     tools = box(long=lambda: "x" * 1_000_000, raises=raises)
     assert answers(tools, "long") == [("x" * 50, False)]
@@ -61,6 +96,11 @@ def test_the_first_traceback_is_shown(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_tool_that_exits_is_answered_for() -> None:
     ((text, is_error),) = answers(box(leaves=lambda: sys.exit(3)), "leaves")
     assert (text, is_error) == ("error: RuntimeError: SystemExit: 3", True)
+
+    async def leaves() -> None:
+        sys.exit(3)
+
+    assert answers(box(leaves=leaves), "leaves") == [("error: RuntimeError: it called exit(3)", True)]
 
 
 def test_a_call_may_be_cancelled_while_the_tool_runs() -> None:
