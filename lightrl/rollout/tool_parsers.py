@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-_HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_HERMES_END = "</tool_call>"
+_HERMES = re.compile(rf"<tool_call>(.*?){_HERMES_END}", re.DOTALL)
 _PYTHON = re.compile(r"```(?:python|py)[ \t]*\n(.*?)```", re.DOTALL)
 _DECODER = json.JSONDecoder()
 _MAX_SHOWN = 200  # characters of a bad call that are quoted in its answer
@@ -23,7 +24,16 @@ class ToolCall(NamedTuple):
 
 def hermes_calls(text: str) -> list[ToolCall]:
     """Finds calls like `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, the notation of Hermes and Qwen."""
-    return [_from_json(written) for written in _HERMES.findall(text)]
+    return [_from_json(written) for written in split_hermes(text)[0]]
+
+
+def split_hermes(text: str) -> tuple[list[str], str]:
+    """Returns what stands in each `<tool_call>...</tool_call>`, and the text without them.
+
+    Behind the last end nothing is searched: a turn that only repeats the beginning would take seconds.
+    """
+    end = text.rfind(_HERMES_END) + len(_HERMES_END)
+    return _HERMES.findall(text, 0, end), _HERMES.sub("", text[:end]) + text[end:]
 
 
 def json_calls(text: str) -> list[ToolCall]:

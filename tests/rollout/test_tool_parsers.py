@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from lightrl.rollout.tool_parsers import ToolCall, hermes_calls, json_calls, python_calls
+from lightrl.rollout.tool_parsers import ToolCall, hermes_calls, json_calls, python_calls, split_hermes
 
 ADD = {"a": 1, "b": [2]}
 WRITTEN = '{"name": "add", "arguments": {"a": 1, "b": [2]}}'
@@ -14,6 +16,14 @@ def test_hermes() -> None:
     text = f'So: <tool_call>\n{WRITTEN}\n</tool_call><tool_call>{{"name": "now"}}</tool_call> {WRITTEN}'
     assert hermes_calls(text) == [ToolCall("add", ADD), ToolCall("now", {})]
     assert hermes_calls("<tool_call>no end") == []
+    assert split_hermes("a<tool_call>b</tool_call>c<tool_call>d") == (["b"], "ac<tool_call>d")
+
+
+def test_a_turn_that_repeats_one_token_is_read_at_once() -> None:
+    text = f"<tool_call>{WRITTEN}</tool_call>" + "<tool_call>\n" * 20_000  # a search from each takes 50 seconds
+    began = time.monotonic()
+    assert hermes_calls(text) == [ToolCall("add", ADD)]
+    assert time.monotonic() - began < 1
 
 
 def test_json() -> None:

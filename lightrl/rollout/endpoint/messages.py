@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightrl.rollout.endpoint.errors import RequestError
+from lightrl.rollout.tool_parsers import split_hermes
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 Message = Mapping[str, Any]
 
@@ -95,11 +94,11 @@ def answer_message(text: str, *, call_ids: str, with_tools: bool) -> dict[str, A
         call_ids: Prefix of the ids of its tool calls.
         with_tools: Whether the request has tools; without tools a call is just text.
     """
-    found = list(_CALL.finditer(text)) if with_tools else []
-    calls = [call for call in (_parsed_call(match.group(1)) for match in found) if call is not None]
+    found, rest = split_hermes(text) if with_tools else ([], text)
+    calls = [call for call in map(_parsed_call, found) if call is not None]
     if not calls or len(calls) < len(found):  # the agent should see calls that cannot be parsed
         return {"role": "assistant", "content": text}
-    content = _CALL.sub("", text).strip()
+    content = rest.strip()
     listed = [
         {"id": f"{call_ids}{index}", "type": "function", "function": {"name": name, "arguments": arguments}}
         for index, (name, arguments) in enumerate(calls)
