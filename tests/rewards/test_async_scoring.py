@@ -4,14 +4,73 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 import pytest
 from reward_samples import answered, run
 
 from lightrl.records import Sample
-from lightrl.rewards import RewardError, score
+from lightrl.rewards import RewardError, group_reward, score
 from lightrl.rewards.reward_set import make_runner
 from lightrl.rewards.scoring import FailureBudget, ScoringLimits
+
+
+def test_async_rewards_wait_together_up_to_the_limit() -> None:
+    running, most = 0, 0
+
+    async def waiting(sample: Sample) -> float:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.02)
+        running -= 1
+        return float(sample.text)
+
+    outcomes, _ = run(waiting, [answered(str(place)) for place in range(10)], concurrency=4)
+    assert outcomes == [float(place) for place in range(10)]
+    assert most == 4
+
+
+def test_an_async_reward_keeps_its_loop_from_call_to_call() -> None:
+    loops = []
+
+    async def looping(sample: Sample) -> float:
+        loops.append(asyncio.get_running_loop())
+        return 0.0
+
+    runner = make_runner(looping)
+    runner.run([answered("")], FailureBudget())
+    runner.run([answered("")], FailureBudget())
+    runner.close()
+    assert loops[0] is loops[1]
+
+
+def test_an_async_reward_that_blocks_is_told_so() -> None:
+    async def blocking(sample: Sample) -> float:
+        time.sleep(60)
+        return 1.0
+
+    with pytest.raises(RewardError, match="'mine' is async and blocks: it waits for something without await"):
+        run(blocking, [answered("a")], timeout_s=0.1)
+
+
+def test_past_the_budget_the_others_are_not_waited_for() -> None:
+    ended = []
+
+    async def failing(sample: Sample) -> float:
+        if sample.text == "x":
+            raise OSError("no connection")
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(sample.text)
+        return 1.0
+
+    started = time.monotonic()
+    with pytest.raises(RewardError, match="no connection"):
+        run(failing, [answered("a"), answered("b"), answered("x")])
+    assert ended == ["a", "b"]
+    assert time.monotonic() - started < 20
 
 
 def test_the_limit_holds_for_all_episodes_together() -> None:
@@ -93,3 +152,57 @@ def test_an_episode_does_not_wait_for_a_reward_that_blocks() -> None:
         assert asyncio.run(patient.arun([answered("a")] * 6, FailureBudget())) == [1.0] * 6
     finally:
         patient.close()
+
+
+def test_a_reward_may_allow_fewer_calls_than_the_run() -> None:
+    running, most = 0, 0
+
+    async def one_by_one(sample: Sample) -> float:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+        return 1.0
+
+    one_by_one.max_concurrency = 1  # type: ignore[attr-defined]
+    assert run(one_by_one, [answered("a")] * 3, concurrency=4)[0] == [1.0] * 3
+    assert most == 1
+
+
+def test_an_async_group_has_the_time_of_its_samples_and_fails_whole() -> None:
+    @group_reward
+    async def slow(samples: Sequence[Sample]) -> list[float]:
+        await asyncio.sleep(0.5)
+        return [float(sample.text) for sample in samples]
+
+    group = [answered("1")] * 6  # 0.15 s each
+    outcomes, budget = run(slow, [*group, *[answered("x", position=1)] * 2], max_failures=2, timeout_s=0.15)
+    assert outcomes[:6] == [1.0] * 6
+    assert all("raised TimeLimitError: no result after 0.3 s on 2 samples" in str(item) for item in outcomes[6:])
+    assert len(outcomes) == 8
+    assert len(budget.failures) == 2
+
+
+def test_the_call_of_a_cancelled_episode_is_cancelled() -> None:
+    ended: list[str] = []
+
+    async def waiting(sample: Sample) -> float:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(sample.text)
+        return 1.0
+
+    async def episode() -> None:
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(runner.arun([answered("a")], FailureBudget()), 0.1)
+        while not ended:
+            await asyncio.sleep(0.01)
+
+    runner = make_runner(waiting)
+    try:
+        asyncio.run(asyncio.wait_for(episode(), 20))
+    finally:
+        runner.close()
+    assert ended == ["a"]

@@ -201,37 +201,7 @@ def test_a_reward_that_calls_exit_has_failed() -> None:
             run(reward, [answered("a")])
 
 
-# ---- Async, limits ------------------------------------------------------------------------------------------------
-
-
-def test_async_rewards_wait_together_up_to_the_limit() -> None:
-    running, most = 0, 0
-
-    async def waiting(sample: Sample) -> float:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        await asyncio.sleep(0.02)
-        running -= 1
-        return float(sample.text)
-
-    outcomes, _ = run(waiting, [answered(str(place)) for place in range(10)], concurrency=4)
-    assert outcomes == [float(place) for place in range(10)]
-    assert most == 4
-
-
-def test_an_async_reward_keeps_its_loop_from_call_to_call() -> None:
-    loops = []
-
-    async def looping(sample: Sample) -> float:
-        loops.append(asyncio.get_running_loop())
-        return 0.0
-
-    runner = make_runner(looping)
-    runner.run([answered("")], FailureBudget())
-    runner.run([answered("")], FailureBudget())
-    runner.close()
-    assert loops[0] is loops[1]
+# ---- Limits ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_hanging_reward_fails_its_own_sample() -> None:
@@ -251,34 +221,6 @@ def test_a_hanging_reward_fails_its_own_sample() -> None:
         with pytest.raises(RewardError, match="no result after 0.3 s"):
             run(reward, [answered("hang")], timeout_s=0.3)
         assert time.monotonic() - started < 30
-
-
-def test_an_async_reward_that_blocks_is_told_so() -> None:
-    async def blocking(sample: Sample) -> float:
-        time.sleep(60)
-        return 1.0
-
-    with pytest.raises(RewardError, match="'mine' is async and blocks: it waits for something without await"):
-        run(blocking, [answered("a")], timeout_s=0.1)
-
-
-def test_past_the_budget_the_others_are_not_waited_for() -> None:
-    ended = []
-
-    async def failing(sample: Sample) -> float:
-        if sample.text == "x":
-            raise OSError("no connection")
-        try:
-            await asyncio.sleep(60)
-        finally:
-            ended.append(sample.text)
-        return 1.0
-
-    started = time.monotonic()
-    with pytest.raises(RewardError, match="no connection"):
-        run(failing, [answered("a"), answered("b"), answered("x")])
-    assert ended == ["a", "b"]
-    assert time.monotonic() - started < 20
 
 
 def test_no_verdict_stops_nothing() -> None:

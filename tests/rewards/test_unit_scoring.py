@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -48,3 +49,36 @@ def test_a_failing_batch_is_tried_singly_where_failures_are_allowed() -> None:
         assert len(budget.failures) == 1
         with pytest.raises(RewardError, match="on 3 samples, first prompt 10"):
             run(reward, [answered("1"), answered("x"), answered("2")])
+
+
+def test_a_unit_has_the_time_of_all_its_samples() -> None:
+    @group_reward
+    def slow(samples: Sequence[Sample]) -> list[float]:
+        time.sleep(0.5)
+        return [1.0] * len(samples)
+
+    outcomes, _ = run(slow, [answered("a")] * 6 + [answered("b", position=1)] * 2, max_failures=2, timeout_s=0.15)
+    assert outcomes[:6] == [1.0] * 6
+    assert all("no result after 0.3 s on 2 samples" in str(item) for item in outcomes[6:])
+
+
+def test_too_many_or_too_few_numbers_fail_every_sample() -> None:
+    @batch_reward
+    def as_told(samples: Sequence[Sample]) -> list[float]:
+        return [1.0] * int(samples[0].text)
+
+    for count in (1, 3):
+        outcomes, budget = run(as_told, [answered(str(count)), answered("1")], max_failures=2)
+        assert [f"returned {count} numbers for 2 samples: one for each" in str(item) for item in outcomes] == [True] * 2
+        assert len(budget.failures) == 2
+
+
+def test_a_bad_sample_of_two_costs_only_itself() -> None:
+    @batch_reward
+    def numbers(samples: Sequence[Sample]) -> list[float]:
+        return [float(sample.text) for sample in samples]
+
+    outcomes, budget = run(numbers, [answered("x"), answered("2")], max_failures=1)
+    assert outcomes[1] == 2.0
+    assert len(budget.failures) == 1
+    assert run(numbers, [])[0] == []

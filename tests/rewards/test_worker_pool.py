@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 from reward_samples import answered, doing_as_told, forgiving
+from reward_samples import run as run_reward
 
-from lightrl.rewards import NoVerdictError, RewardError, load_reward, score
+from lightrl.rewards import NoVerdictError, RewardError, load_reward, score, worker_pool
 from lightrl.rewards.messages import packed_for_worker
 from lightrl.rewards.scoring import Isolation, kind_of
 from lightrl.rewards.worker_pool import WorkerError, WorkerPool
@@ -51,6 +52,24 @@ def test_what_hangs_crashes_or_eats_memory_costs_only_itself(pool: WorkerPool) -
     assert "its process was killed" in str(stuck)
     assert (one, two) == (2.0, 4.0)
     assert time.monotonic() - started < 25
+
+
+def test_the_runs_own_limit_counts_and_may_be_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    limited, free = (WorkerPool(doing_as_told, Isolation(), num_workers=1, timeout_s=limit) for limit in (0.3, 0))
+    try:
+        assert "no result after 0.3 s" in str(run(limited, "sleep")[0])
+        monkeypatch.setattr(worker_pool, "_GRACE_S", 0.0)
+        assert run(free, "1") == [1.0]
+    finally:
+        limited.close()
+        free.close()
+
+
+def test_no_verdict_is_no_failure_of_an_isolated_reward() -> None:
+    outcomes, budget = run_reward(doing_as_told, [answered("no verdict"), answered("1")])
+    assert outcomes[0].is_no_verdict
+    assert outcomes[1] == 1.0
+    assert (len(budget.no_verdicts), len(budget.failures)) == (1, 0)
 
 
 def test_the_rest_is_not_waited_for_past_the_budget() -> None:
