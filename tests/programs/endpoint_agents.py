@@ -2,6 +2,8 @@
 
 import asyncio
 import functools
+import sys
+import time
 
 import openai
 
@@ -54,6 +56,18 @@ async def silent(data, base_url, api_key):
 async def wordy(data, base_url, api_key):
     await two_turns(data, base_url, api_key, "policy")
     return "good"
+
+
+async def leaves(data, base_url, api_key):
+    sys.exit(3)
+
+
+def stops(data, base_url, api_key):
+    return next(iter([]))
+
+
+def hangs(data, base_url, api_key):
+    time.sleep(3600)
 
 
 async def deaf(data):

@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from lightrl.imports import load_object
 from lightrl.records import Prompt
+from lightrl.rewards.async_scoring import without_exit
 from lightrl.rollout.client import EngineClient
 from lightrl.rollout.endpoint.server import ENDPOINT_OPTIONS, Endpoint
 from lightrl.rollout.endpoint.session import Session
 from lightrl.rollout.episode import Episode
+from lightrl.rollout.tool_calls import in_daemon_thread
 from lightrl.rollout.workflow import Workflow
 
 _GIVEN = ("data", "base_url", "api_key", "model")
-_MAX_THREADS = 256  # for agents that are plain functions
+_MAX_THREADS = 256  # for agents that are plain functions and whose episodes have not ended
 
 
 class EndpointWorkflow(Workflow):
@@ -41,7 +42,8 @@ class EndpointWorkflow(Workflow):
     async def _play(self, engine: EngineClient, data: Prompt, driver_loop: asyncio.AbstractEventLoop) -> list[Episode]:
         key, session = self.endpoint.open(engine, data, driver_loop)
         try:
-            outcome = await self.play(data, base_url=self.endpoint.base_url, api_key=key, model=self.endpoint.model)
+            playing = self.play(data, base_url=self.endpoint.base_url, api_key=key, model=self.endpoint.model)
+            outcome = await without_exit(playing)
         finally:
             self.endpoint.close(key)
         return episodes_of(session, outcome)
@@ -59,7 +61,7 @@ class AgentWorkflow(EndpointWorkflow):
         """
         super().__init__(**{name: arguments.pop(name) for name in ENDPOINT_OPTIONS if name in arguments})
         self._agent, self._takes = _loaded_agent(agent, arguments)
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads = asyncio.Semaphore(_MAX_THREADS)
 
     async def play(self, data: Prompt, *, base_url: str, api_key: str, model: str) -> Any:
         """Calls the agent with those of data, base_url, api_key and model that it accepts."""
@@ -67,9 +69,8 @@ class AgentWorkflow(EndpointWorkflow):
         arguments = {name: given[name] for name in self._takes}
         if _is_async(self._agent):
             return await self._agent(**arguments)
-        self._threads = self._threads or ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="agent")
-        running = asyncio.get_running_loop().run_in_executor(self._threads, lambda: self._agent(**arguments))
-        return await running
+        async with self._threads:
+            return await in_daemon_thread(self._agent, arguments)
 
 
 def _loaded_agent(name: str, arguments: Mapping[str, Any]) -> tuple[Callable[..., Any], list[str]]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +61,38 @@ def test_an_agent_that_asks_nothing_fails() -> None:
         episodes("silent")
     with pytest.raises(ValueError, match="The agent returned a reward of type str"):
         episodes("wordy")
+
+
+def test_an_agent_that_exits_ends_its_episode_and_not_the_endpoint() -> None:
+    workflow: Any = load_workflow(WorkflowConfig(workflow="agent", workflow_args=("agent=endpoint_agents:leaves",)))
+
+    async def run() -> None:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"called exit\(3\)"):
+                await workflow.arun_episode(client_of(ScriptedDriver(TOKENIZER), TOKENIZER), task_of(TOKENIZER))
+
+    asyncio.run(run())
+    workflow.endpoint.stop()
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        episodes("stops")
+
+
+def test_an_agent_that_hangs_does_not_keep_the_process_from_ending() -> None:
+    program = """
+import asyncio, endpoint_scripts as scripts
+from lightrl.config import WorkflowConfig
+from lightrl.rollout.workflow import load_workflow
+
+async def run():
+    tokenizer = scripts.ambiguous_tokenizer()
+    client = scripts.client_of(scripts.ScriptedDriver(tokenizer), tokenizer)
+    workflow = load_workflow(WorkflowConfig(workflow="agent", workflow_args=("agent=endpoint_agents:hangs",)))
+    await asyncio.wait([asyncio.ensure_future(workflow.arun_episode(client, scripts.task_of(tokenizer)))], timeout=0.2)
+
+asyncio.run(run())
+"""
+    folders = os.pathsep.join([str(ROOT), str(ROOT / "tests/programs")])
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": folders}, check=True, timeout=60)
 
 
 @pytest.mark.parametrize(
