@@ -122,9 +122,10 @@ class Endpoint:
         if self._thread is not None:
             return
         ready: Future[None] = Future()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve(ready)), name="endpoint", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=lambda: asyncio.run(self._serve(ready)), name="endpoint", daemon=True)
+        thread.start()
         ready.result()
+        self._thread = thread  # only now: after an error the next episode tries again
 
     def stop(self) -> None:
         """Closes the port."""
@@ -151,7 +152,7 @@ class Endpoint:
         port = self._port + int(os.environ.get("LOCAL_RANK", "0")) if self._port else 0
         try:
             await web.TCPSite(runner, self._host, port).start()
-        except OSError as error:
+        except (OSError, OverflowError) as error:  # the latter for a port beyond 65535
             ready.set_exception(OSError(f"The endpoint cannot listen on {self._host}:{port}: {error}"))
             await runner.cleanup()
             return
@@ -251,7 +252,7 @@ class Endpoint:
 
     def check_operator(self, request: web.Request) -> None:
         """Raises RequestError if the endpoint has a key and the request lacks it."""
-        if self._key and not hmac.compare_digest(self._key_of(request).encode(), self._key.encode()):
+        if self._key and not hmac.compare_digest(_as_bytes(self._key_of(request)), self._key.encode()):
             raise RequestError(
                 "Incorrect API key. Give the key of an episode, or the one that the endpoint was started with.",
                 status=401,
@@ -262,7 +263,7 @@ class Endpoint:
         """Returns the key of a request; x-api-key takes precedence over a key that a client sets by default."""
         scheme, _, bearer = request.headers.get("Authorization", "").partition(" ")
         key = request.headers.get("x-api-key") or (bearer.strip() if scheme.lower() == "bearer" else "")
-        if hmac.compare_digest(key.encode(), self.shared_key.encode()):
+        if hmac.compare_digest(_as_bytes(key), self.shared_key.encode()):
             return self._aliases.get(request.headers.get("X-Session-ID", ""), _KEY_PREFIX)
         return key
 
@@ -292,6 +293,11 @@ def _key_from(variable: str) -> str:
     if variable and not key:
         raise ValueError(f"api_key_env={variable}: the environment variable {variable} is not set or empty.")
     return key
+
+
+def _as_bytes(key: str) -> bytes:
+    """Returns the bytes of a request's key; those that are not UTF-8 reach the server as lone surrogates."""
+    return key.encode(errors="surrogateescape")
 
 
 def _of_http(error: web.HTTPException, max_body: int) -> RequestError:

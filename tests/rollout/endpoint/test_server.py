@@ -285,5 +285,23 @@ def test_a_port_that_is_taken_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        with pytest.raises(OSError, match=r"The endpoint cannot listen on 127.0.0.1:\d+"):
-            Endpoint(port=taken.getsockname()[1]).start()
+        made = Endpoint(port=taken.getsockname()[1])
+        for _ in range(2):  # as several episodes do
+            with pytest.raises(OSError, match=r"The endpoint cannot listen on 127.0.0.1:\d+"):
+                made.start()
+
+
+def test_a_port_that_the_number_of_the_rank_raises_too_far_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(OSError, match="The endpoint cannot listen on 127.0.0.1:65536"):
+        Endpoint(port=65535).start()
+
+
+def test_a_key_that_is_not_utf8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLICY_KEY", "sesame")
+    made = Endpoint(api_key_env="POLICY_KEY")
+    made.start()
+    with socket.create_connection(("127.0.0.1", int(made.origin.rpartition(":")[2])), timeout=10) as raw:
+        raw.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer \xff\r\n\r\n")
+        assert raw.recv(100).startswith(b"HTTP/1.1 401 ")
+    made.stop()
