@@ -156,8 +156,7 @@ class Session:
 
     async def _turns(self, prompt_ids: tuple[int, ...], wish: Wish, parent: Call | None) -> list[Turn]:
         limits = self.engine.limits
-        if not self.is_open:
-            raise ended()
+        self._require_open()
         if self.engine.room(prompt_ids) < 1:
             raise RequestError(
                 f"This model's maximum context length is {limits.max_tokens} tokens. However, your messages resulted "
@@ -172,6 +171,7 @@ class Session:
                 code="max_turns_exceeded",
             )
         await self._until_awake()
+        self._require_open()  # the episode may have ended meanwhile
         numbers = [self._number(prompt_ids, wish.adapter) for _ in range(wish.num_choices)]
         tasks = [asyncio.ensure_future(self._turn(prompt_ids, wish, number)) for number in numbers]
         self._running.update(tasks)
@@ -187,6 +187,10 @@ class Session:
             for task in tasks:
                 task.cancel()
             self._running.difference_update(tasks)
+
+    def _require_open(self) -> None:
+        if not self.is_open:
+            raise ended()
 
     async def _until_awake(self) -> None:
         deadline = time.monotonic() + self._wait_s
@@ -206,7 +210,14 @@ class Session:
             adapter=wish.adapter,
         )
         asked = self._context.run(asyncio.run_coroutine_threadsafe, generation, self._driver_loop)
-        return await asyncio.wrap_future(asked)
+        answer = asyncio.wrap_future(asked)
+        try:
+            await asyncio.wait([answer])
+        finally:
+            answer.cancel()
+        if answer.cancelled():  # by the driver, whose episodes are all over; this task itself was not cancelled
+            raise asleep(self._wait_s)
+        return answer.result()
 
     def _number(self, prompt_ids: tuple[int, ...], adapter: str) -> int:
         """Numbers a draw by its prompt and by how often that was requested, whatever the order of arrival."""

@@ -7,8 +7,10 @@ import gc
 import json
 import logging
 import socket
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import aiohttp
@@ -16,7 +18,9 @@ import openai
 import pytest
 from endpoint_scripts import TOKENIZER, RandomAgent, ScriptedDriver, client_of, task_of, trained_turns
 
+from lightrl.rollout.endpoint.errors import RequestError
 from lightrl.rollout.endpoint.server import Endpoint, require_aiohttp
+from lightrl.rollout.endpoint.session import Session, Wish
 
 Play = Callable[[aiohttp.ClientSession, str, str], Awaitable[Any]]
 
@@ -235,6 +239,46 @@ def test_the_end_of_an_episode_ends_its_requests(endpoint: Endpoint) -> None:
 
     status, answer = asyncio.run(run())
     assert (status, answer["error"]["code"]) == (401, "episode_ended")
+
+
+def test_a_visitor_whose_engine_falls_asleep_is_told_to_try_again(endpoint: Endpoint) -> None:
+    driver = SlowDriver()
+
+    def ask() -> tuple[int, Any]:
+        async def run() -> tuple[int, Any]:
+            async with aiohttp.ClientSession(endpoint.origin) as http:
+                return await post(http, CHAT, {"messages": MESSAGES})
+
+        return asyncio.run(run())
+
+    async def run() -> None:
+        key, _ = endpoint.open(client_of(driver, TOKENIZER), task_of(TOKENIZER), asyncio.get_running_loop())
+        asked.append(pool.submit(ask))
+        await until(lambda: driver.num_asked == 1)
+        endpoint.close(key)
+
+    asked: list[Any] = []
+    with ThreadPoolExecutor(1) as pool:
+        asyncio.run(run())
+        status, answer = asked[0].result(10)
+    assert (status, answer["error"]["code"]) == (503, "engine_asleep")
+
+
+def test_a_request_that_waits_until_its_episode_has_ended_generates_nothing() -> None:
+    driver, loop = ScriptedDriver(TOKENIZER), asyncio.new_event_loop()  # an engine that sleeps
+
+    async def run() -> None:
+        session = Session(client_of(driver, TOKENIZER), loop, task_of(TOKENIZER), wait_s=10)
+        asking = asyncio.ensure_future(session.chat(MESSAGES, [], Wish()))
+        await asyncio.sleep(0)
+        session.close()
+        threading.Thread(target=loop.run_forever, daemon=True).start()
+        with pytest.raises(RequestError, match="has ended"):
+            await asking
+
+    asyncio.run(run())
+    loop.call_soon_threadsafe(loop.stop)
+    assert driver.log == []
 
 
 def test_a_visitor_waits_for_an_episode_and_needs_the_key(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
