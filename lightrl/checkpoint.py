@@ -239,8 +239,9 @@ def resolve_checkpoint(load_dir: Path, tag: str | None) -> Path | None:
     path = TaggedCheckpoint(load_dir / tag, keep=1).newest()
     if path is not None:
         return path
-    if tag.startswith("step-") and tag.removeprefix("step-").isdigit():
-        return CheckpointDirectory(load_dir, keep=1).path(int(tag.removeprefix("step-")))
+    name = tag.removeprefix(_REPLACED_PREFIX)  # what latest() finds after a crash between the two renames of a commit
+    if name.startswith("step-") and name.removeprefix("step-").isdigit():
+        return CheckpointDirectory(load_dir, keep=1).path(int(name.removeprefix("step-")))
     raise FileNotFoundError(f"{load_dir} holds no complete checkpoint of the tag {tag!r}.")
 
 

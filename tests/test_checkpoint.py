@@ -119,6 +119,7 @@ def test_the_former_directory_of_a_step_counts_until_the_new_one_is_there(tmp_pa
     assert generation_in(directory.latest()) == 2
     shutil.rmtree(final)  # as if killed between the two renames
     assert directory.latest() == replaced
+    assert resolve_checkpoint(tmp_path, replaced.name) == replaced  # as a run loads what latest() returned
     assert generation_in(directory.path(5)) == 1
     directory.begin(6)
     assert directory.latest() == final
