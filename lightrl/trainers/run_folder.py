@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightrl.builtin.task import HELD_OUT
+from lightrl.checkpoint import save_bytes, save_json
 from lightrl.comm import Comm
 from lightrl.config import RolloutConfig, RunConfig, as_dict, to_yaml
 from lightrl.data.mixture import files_of, parts_of
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 OWNER_NAME = "owner.json"  # host and pid of the process that writes the run's files, for people and error messages
 _NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)  # errors of a file system without locks
 _INPUTS_NAME = "inputs.json"
+_OF_A_START = {OWNER_NAME, ".tmp-config.yaml"}  # all that a first start leaves if the disk is full
 _WHOLE = 64 << 20  # bytes that are hashed: a small file whole, blocks from all over a larger one
 _BLOCKS = 64
 _OBJECT = re.compile(r"([\w./-]+):[A-Za-z_]\w*")  # module:function, even inside name=[module:one, module:two]
@@ -57,13 +59,13 @@ class RunFolder:
 
     def check(self, config: RunConfig) -> None:
         """Raises ValueError if the folder holds anything but this run; changes nothing."""
-        if self.root.is_dir() and any(path.name != OWNER_NAME for path in self.root.iterdir()):
+        if self.root.is_dir() and {path.name for path in self.root.iterdir()} - _OF_A_START:
             earlier_run.require_same(self.root, config)
 
     def open(self, config: RunConfig, steps_done: int) -> None:
         """Saves the config, and drops rows that an interrupted run logged after the checkpoint to continue from."""
         self.root.mkdir(parents=True, exist_ok=True)
-        (self.root / "config.yaml").write_text(to_yaml(config))
+        save_bytes(self.root / "config.yaml", to_yaml(config).encode())
         note_inputs(self.root, config, continues=steps_done > 0)
         for path in (self._metrics, self._samples):
             if path.exists():
@@ -313,7 +315,7 @@ def note_inputs(root: Path, config: RunConfig, *, continues: bool) -> None:
     found = {str(file): hash_of(file) for file in sorted({*_data_files(config), *_code_files(config)})}
     if continues:
         _warn_of_changes(_read_hashes(path), found)
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    save_json(path, found)
 
 
 def _warn_of_changes(before: Mapping[str, Any], now: Mapping[str, str]) -> None:

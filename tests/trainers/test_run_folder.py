@@ -1,6 +1,9 @@
 import json
 import math
 import re
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -45,6 +48,29 @@ def test_a_damaged_config_and_a_file_are_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ValueError, match="is a file. Name a folder"):
         own(tmp_path / "file")
+
+
+@contextmanager
+def small_disk(num_bytes: int) -> Iterator[None]:
+    """Lets no file grow beyond this size."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_at_the_start_of_a_run_leaves_the_folder_usable(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with pytest.raises(OSError, match="too large"), small_disk(64):
+        folder.open(GRPOConfig(), 0)
+    folder.check(GRPOConfig())
+    folder.open(GRPOConfig(lr=0.1), 0)
+    folder.append_metrics(1, {})
+    with pytest.raises(OSError, match="too large"), small_disk(64):
+        folder.open(GRPOConfig(lr=0.1), 1)
+    folder.check(GRPOConfig(lr=0.1))
 
 
 def test_what_does_not_change_the_numbers_may_change(tmp_path: Path) -> None:
