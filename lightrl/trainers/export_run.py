@@ -28,7 +28,10 @@ from lightrl.models.lora import add_adapters
 from lightrl.models.multimodal import MediaProcessor
 from lightrl.models.policy import load_policy, load_tokenizer
 from lightrl.strategy import create_strategy
+from lightrl.strategy.saving.state_files import HASH_FILE
+from lightrl.trainers.hash_run import compared
 from lightrl.trainers.model_card import write_card
+from lightrl.trainers.run_folder import RunFolder
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -39,15 +42,16 @@ def main(arguments: Sequence[str]) -> int:
         if not (run / "config.yaml").is_file():
             raise ValueError(f"{run} is no folder of a run: give one.")
         config = _config_of(run)
-        is_final = not asked.step and (run / "final").is_dir()
-        done = config.max_steps if is_final else _checkpoint_of(run, asked.step)
-        target = Path(asked.output) if asked.output else run / "exports" / ("final" if is_final else f"step-{done}")
+        final = None if asked.step else _step_of_final(run, config)
+        done = _checkpoint_of(run, asked.step) if final is None else final
+        name = f"step-{done}" if final is None else "final"
+        target = Path(asked.output) if asked.output else run / "exports" / name
         if target.exists():
             raise ValueError(f"{target} exists. Delete it, or name another folder by --output.")
-        if is_final:
-            shutil.copytree(run / "final", target)
-        else:
+        if final is None:
             _write(config, run, done, target)
+        else:
+            shutil.copytree(run / "final", target)
         write_card(target, run, config, step=done)
         print_text(f"model: {target}")
         if asked.push:
@@ -81,11 +85,21 @@ def _config_of(run: Path) -> RunConfig:
     return parse_config(kind, ["--config", str(run / "config.yaml")])
 
 
+def _step_of_final(run: Path, config: RunConfig) -> int | None:
+    """Returns the step after which final/ was saved; None if it is incomplete, or from before more --max_steps."""
+    if not (run / "final" / HASH_FILE).is_file() or compared(run / "final")[1]:
+        return None
+    rows = RunFolder(run).metrics()
+    step = rows[-1]["step"] if rows else config.max_steps
+    return step if step >= config.max_steps else None
+
+
 def _checkpoint_of(run: Path, step: int) -> int:
     steps = CheckpointDirectory(run / "checkpoints", keep=1).steps()
     if not steps or (step and step not in steps):
         known = f"There are {', '.join(map(str, steps))}." if steps else "There is none: it was run without."
-        raise ValueError(f"{run} has no checkpoint{f' of step {step}' if step else ''}. {known}")
+        wanted = f"checkpoint of step {step}" if step else "checkpoint, and no complete final/ of its last step"
+        raise ValueError(f"{run} has no {wanted}. {known}")
     return step or steps[-1]
 
 

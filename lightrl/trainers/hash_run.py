@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     folders = saved_folders(root)
     if not folders:
         exit_with_user_error(ValueError(_describe_no_run(root)))
-    verdicts = [_checked(folder) for folder in folders]
+    verdicts = [compared(folder) for folder in folders]
     for folder, (found, problem) in zip(folders, verdicts, strict=True):
         name = folder.name if folder == root else folder.relative_to(root).as_posix()
         sys.stdout.write(f"{found}  {name}{problem and f': {problem}'}\n")
@@ -49,7 +49,7 @@ def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _checked(folder: Path) -> tuple[str, str]:
+def compared(folder: Path) -> tuple[str, str]:
     """Returns the hash of the files and what, if anything, is wrong with the stored hash."""
     try:
         lines, stored = recompute(folder).splitlines(), folder / HASH_FILE

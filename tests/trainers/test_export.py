@@ -79,3 +79,25 @@ def test_a_step_that_is_trained_again_replaces_its_export(run: Any) -> None:
     exported = {path.name for path in (exports / "step-1").iterdir()}
     assert "model.safetensors" in exported
     assert "model-00001-of-00002.safetensors" not in exported
+
+
+def test_a_final_model_that_is_not_of_the_last_step_is_not_exported(
+    run: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run()
+    options, rows = (folder / "config.yaml").read_text(), (folder / "metrics.jsonl").read_text()
+    assert main([str(folder)]) == 0
+    assert f"model: {folder / 'exports' / 'final'}" in capsys.readouterr().out
+    # It goes on with --max_steps 4, and is killed after a step.
+    (folder / "config.yaml").write_text(options.replace("max_steps: 2", "max_steps: 4"))
+    (folder / "metrics.jsonl").write_text(rows + rows.splitlines()[-1].replace('"step": 2', '"step": 3') + "\n")
+    assert main([str(folder)]) == 0
+    assert "for 2 steps" in (folder / "exports" / "step-2" / "README.md").read_text()
+    # It is killed while it writes final/.
+    (folder / "config.yaml").write_text(options)
+    (folder / "metrics.jsonl").write_text(rows)
+    weights = folder / "final" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"half")
+    shutil.rmtree(folder / "exports")
+    assert main([str(folder)]) == 0
+    assert [path.name for path in (folder / "exports").iterdir()] == ["step-2"]

@@ -19,7 +19,7 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run" / "config.yaml").write_text("num_prompts: 2\n")
     for words, wanted in (
         (["nowhere"], "nowhere is no folder of a run"),
-        ([str(tmp_path / "run")], "has no checkpoint. There is none"),
+        ([str(tmp_path / "run")], "has no checkpoint, and no complete final/ of its last step. There is none"),
     ):
         with pytest.raises(SystemExit) as end:
             main(words)
