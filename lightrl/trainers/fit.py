@@ -276,8 +276,7 @@ def fit(trainer: Trainer) -> dict[str, float]:
     if config.checkpoint.on_disk_error == "continue":
         log = forgive_disk_errors(trainer, log)
     with console.progress, closing(log), ended_by_signals(trainer) as goes_on:
-        console.say(f"run folder: {folder.root}")
-        console.say(trainer.batches)
+        console.say(f"run folder: {folder.root}\n{trainer.batches}")
         metrics: dict[str, float] = {}
         if trainer.step_index:
             console.say(f"continuing after step {trainer.step_index} from {trainer.run.checkpoint}")
@@ -360,6 +359,7 @@ class RunLog:
             if self._board is not None:  # one event: the writer's thread wakes once, and not for each number
                 scalars = [{"tag": name, "simple_value": value} for name, value in metrics.items()]
                 self._board.file_writer.add_summary({"value": scalars}, step)
+                self._board.flush()  # before the step can be in a checkpoint, since a killed run goes on after that
 
     def write_samples(self, experience: Sequence[Experience]) -> None:
         """Logs the first samples of the step by position, whichever ranks have them."""

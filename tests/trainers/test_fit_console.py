@@ -1,8 +1,14 @@
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from lightrl.comm import Comm
 from lightrl.config import GRPOConfig, LogConfig, RolloutLogConfig, SFTConfig
 from lightrl.config.export_sections import ExportConfig, HubConfig
-from lightrl.trainers.fit import RunConsole, Shown, observers
+from lightrl.trainers.fit import RunConsole, RunLog, Shown, observers
+from lightrl.trainers.run_folder import RunFolder
 
 METRICS = {"reward/mean": 0.5, "tokens/per_second": 1234.0, "entropy": 0.25}
 
@@ -59,3 +65,14 @@ def test_only_what_is_asked_for_looks_on() -> None:
     assert observers(GRPOConfig(log=RolloutLogConfig(to="tensorboard", tokens=True))) == (tokens, loggers)
     assert observers(GRPOConfig(export=ExportConfig(every=2), profile="3"))[1] == exporting
     assert observers(GRPOConfig(hub=HubConfig(push="me/model"))) == (exporting,)
+
+
+def test_a_step_that_is_logged_is_in_the_files_even_if_the_run_is_killed(tmp_path: Path) -> None:
+    strategy = SimpleNamespace(comm=Comm())
+    trainer: Any = SimpleNamespace(config=SFTConfig(), strategy=strategy, folder=RunFolder(tmp_path), step_index=1)
+    log = RunLog(trainer)
+    log.write(METRICS)
+    (board,) = (tmp_path / "tensorboard").iterdir()
+    assert b"entropy" in board.read_bytes()
+    assert "entropy" in (tmp_path / "metrics.jsonl").read_text()
+    log.close()

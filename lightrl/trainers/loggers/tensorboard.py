@@ -19,6 +19,7 @@ class TensorBoardLogger:
         """Adds the scalars of a step."""
         for name, value in metrics.items():
             self._board.add_scalar(name, value, step)
+        self._board.flush()  # before the step can be in a checkpoint, since a killed run goes on after that
 
     def close(self) -> None:
         """Flushes what has not been written yet."""
