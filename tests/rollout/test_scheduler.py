@@ -85,6 +85,30 @@ def test_lost_groups_are_replaced_until_the_rounds_are_over() -> None:
     assert made.num_started == 4  # two full steps
 
 
+def test_a_finished_group_that_is_rejected_is_replaced() -> None:
+    made = AsyncScheduler(Rules(batch_size=2, max_staleness=1, over_issue=0.1))
+    assert made.start(0) == [0, 1, 2]  # 2 x 1.1, rounded up
+    made.finish([0, 1])
+    made.lose([0])
+    assert made.batch(0) is None
+    assert made.start(0) == [3]
+    made.finish([3])
+    assert made.batch(0) == (1, 3)
+
+
+def test_an_asynchronous_step_that_has_lost_too_many_groups_ends_with_a_batch_at_most() -> None:
+    made = AsyncScheduler(Rules(batch_size=1, max_staleness=3, over_issue=3, max_rounds=2))
+    assert made.start(0) == [0, 1, 2, 3]
+    made.lose([0, 1])
+    assert made.start(0) == []
+    made.finish([3])
+    assert made.batch(0) is None  # 2 still runs
+    made.finish([2])
+    assert made.batch(0) == (2,)
+    made.take((2,))
+    assert made.start(1) == [4, 5, 6]
+
+
 def test_a_ticket_that_does_not_run_is_refused() -> None:
     made = SyncScheduler(Rules(batch_size=1))
     made.start(0)
@@ -138,8 +162,19 @@ def test_only_its_members_run_in_a_tail_batch() -> None:
     made.finish([0])
     assert made.may_run(1) == [3]
     made.lose([3])
+    assert made.batch(1) is None
     assert made.start(1) == [4]  # no over-issue, yet a whole batch
     assert made.may_run(1) == [4]
+
+
+def test_a_slow_group_that_is_finished_needs_no_tail_batch() -> None:
+    made = AsyncScheduler(Rules(batch_size=1, max_staleness=3, over_issue=1, tail_batch=1, tail_after=1))
+    assert made.start(0) == [0, 1]
+    made.finish([0, 1])
+    made.take((0,))
+    assert made.start(1) == [2]
+    assert made.slow(1) == [1]
+    assert not made.is_tail(1)
 
 
 def test_a_tail_batch_that_has_lost_too_many_groups_does_not_wait_for_those_that_may_not_run() -> None:
