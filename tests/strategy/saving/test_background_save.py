@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lightrl.checkpoint import CheckpointDirectory
+from lightrl.comm import Comm
 from lightrl.config import CheckpointConfig, StrategyOptions
 from lightrl.strategy.saving import state_files
 from lightrl.strategy.saving.background_save import BackgroundSave
@@ -29,6 +30,22 @@ def test_jobs_run_in_order_until_one_fails() -> None:
     assert saving.is_written
     assert done == [1]
     assert str(saving.error) == "full"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "told"),
+    [(OSError("full"), OSError, "^full"), (ValueError("odd"), RuntimeError, "^A checkpoint could not be written: odd")],
+)
+def test_files_that_could_not_be_written_make_no_checkpoint(error: Exception, kind: type[Exception], told: str) -> None:
+    def fail() -> None:
+        raise error
+
+    committed: list[bool] = []
+    saving = BackgroundSave([fail], commit=lambda: committed.append(True))
+    with pytest.raises(kind, match=told):
+        saving.finish(Comm())
+    assert not committed
+    assert not saving.jobs  # which hold the copies of the weights
 
 
 def one_weight(value: float, *, asynchronous: bool = True) -> tuple[SingleStrategy, torch.nn.Linear]:
