@@ -38,6 +38,9 @@ def episode_of_tensors(tensors: Mapping[str, Any], turns: Sequence[Turn] = ()) -
         span = slice(index, index + 1)
         episode._add(ids[span], mask[index], logprobs[span], versions[span])
     episode.reward = _reward(tensors["rewards"], len(tensors["input_ids"].reshape(-1)))
+    last = next((turn for turn in reversed(turns) if (*turn.prompt_ids, *turn.token_ids) == tuple(ids)), None)
+    if last is not None:  # whether the last turn was cut off, which a dict does not say
+        episode.finish_reason = last.finish_reason
     return episode
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -43,6 +44,15 @@ def test_tensors_are_split_at_the_first_trained_token() -> None:
     assert episode.turns == [0, 2]
     assert episode.reward == 0.5
     assert episode._logprobs == [-1.0, 0.0, -2.0]
+
+
+def test_a_dict_that_ends_with_a_turn_that_was_cut_off_is_cut_off() -> None:
+    whole, cut = turn((2, 3), 5, 6), replace(turn((2, 3, 5, 6), 7), finish_reason="length")
+    given = tensors(loss_mask=[0, 0, 1, 1, 1])
+    assert episode_of_tensors(given, [whole, cut]).finish_reason == "length"
+    heard = tensors(input_ids=[2, 3, 5, 6, 7, 8], loss_mask=[0, 0, 1, 1, 1, 0], logprobs=None, versions=None)
+    assert episode_of_tensors(heard, [whole, cut]).finish_reason == "stop"  # something follows the turn
+    assert episode_of_tensors(given).finish_reason == "stop"  # another engine's tokens
 
 
 def test_the_form_without_logprobs_takes_them_from_the_turns() -> None:
