@@ -91,10 +91,10 @@ class ToolBox:
         return f"The tools are {', '.join(self._tools)}."
 
     def _cut(self, text: str) -> ToolAnswer:
-        return ToolAnswer(text=text[: self._max_result_chars])
+        return ToolAnswer(text=_encodable(text[: self._max_result_chars]))
 
     def _error(self, text: str) -> ToolAnswer:
-        return ToolAnswer(text=f"error: {text}"[: self._max_result_chars], is_error=True)
+        return ToolAnswer(text=_encodable(f"error: {text}"[: self._max_result_chars]), is_error=True)
 
     def _show(self, call: ToolCall, error: Exception) -> None:
         if self._has_shown_error:
@@ -105,6 +105,11 @@ class ToolBox:
             "episode/tool_errors counts.\n%s",
             *(call.name, "".join(traceback.format_exception(error)).rstrip()),
         )
+
+
+def _encodable(text: str) -> str:
+    """Returns the text with ? for half a pair of surrogates, which JSON may contain and no tokenizer reads."""
+    return text.encode(errors="replace").decode()
 
 
 def _started(tool: Tool, arguments: Mapping[str, Any]) -> Awaitable[Any]:

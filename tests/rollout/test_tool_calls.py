@@ -75,6 +75,19 @@ def test_an_error_that_a_future_refuses_or_that_looks_like_the_time_limit_is_rea
     assert time.monotonic() - began < 0.15
 
 
+def test_half_a_character_in_an_answer_does_not_reach_the_tokenizer() -> None:
+    def echoes() -> str:
+        return "\ud83d \U0001f600"
+
+    def refuses() -> str:
+        raise ValueError("\ud83d")
+
+    assert answers(box(echoes=echoes, refuses=refuses), "echoes", "refuses") == [
+        ("? \U0001f600", False),
+        ("error: ValueError: ?", True),
+    ]
+
+
 def test_a_long_result_and_a_long_error_are_cut() -> None:
     tools = box(long=lambda: "x" * 1_000_000, raises=raises)
     assert answers(tools, "long") == [("x" * 50, False)]
