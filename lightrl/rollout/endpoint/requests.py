@@ -219,9 +219,14 @@ def token_answer(replies: Sequence[Reply], body: Mapping[str, Any], model: str) 
 def _named_logprobs(reply: Reply, tokenizer: Any) -> list[dict[str, Any]]:
     texts = [tokenizer.decode([token]) for token in reply.turn.token_ids]
     return [
-        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        {"token": text, "logprob": logprob, "bytes": _bytes_of(text), "top_logprobs": []}
         for text, logprob in zip(texts, reply.turn.logprobs, strict=True)
     ]
+
+
+def _bytes_of(text: str) -> list[int] | None:
+    """Returns the bytes of a token; None, as OpenAI has it, for a part of a character, whose text is no text of it."""
+    return None if "\ufffd" in text else list(text.encode())
 
 
 def _usage(replies: Sequence[Reply]) -> dict[str, int]:

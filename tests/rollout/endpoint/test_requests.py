@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from lightrl.rollout.endpoint.requests import chat_wish, ignored_settings, token_wish
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from lightrl.rollout.endpoint.conversations import Call
+from lightrl.rollout.endpoint.requests import chat_answer, chat_wish, ignored_settings, token_wish
+from lightrl.rollout.endpoint.session import Reply
+from lightrl.rollout.episode import Turn
 
 MESSAGES = [{"role": "user", "content": "a"}]
 
@@ -24,3 +32,16 @@ def test_tools_that_may_not_be_chosen_are_not_described() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert chat_wish({"messages": MESSAGES, "tools": tools, "tool_choice": "none"})[1] == []
     assert chat_wish({"messages": MESSAGES, "tools": tools})[1] == tools
+
+
+def test_a_token_that_is_a_part_of_a_character_has_no_bytes() -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=inner)
+    ids = tuple(tokenizer("a\u00e9")["input_ids"])
+    assert len(ids) == 3
+    turn = Turn(token_ids=ids, logprobs=(-1.0,) * 3, versions=(0,) * 3, finish_reason="stop", text="a\u00e9")
+    reply = Reply(call=Call((1,), turn), message={}, finish_reason="stop")
+    answer = chat_answer([reply], {"logprobs": True}, "policy", tokenizer)
+    assert [token["bytes"] for token in answer["choices"][0]["logprobs"]["content"]] == [[97], None, None]
