@@ -18,7 +18,7 @@ from lightrl.rank_board import RankBoard
 from lightrl.roles import Role
 
 _TAG = 7
-_LEAVING_S = 5.0
+_LEAVING_S = 30.0  # a thread that is left behind aborts the process if its peer ends while the interpreter does
 _NEWS_S = 1.0  # an error may be seen before the process that caused it has ended
 
 
@@ -62,12 +62,13 @@ class PeerWatch:
         self._boards[self._role.name].post_error(error)
 
     def end(self) -> None:
-        """Says farewell, so that this rank's end is not taken for a failure, and waits a moment for other ranks."""
+        """Says farewell, so that this rank's end is not taken for a failure, and waits a while for other ranks."""
         for peer in self._threads:
             with suppress(RuntimeError):  # the peer has gone first
                 self._group.send([torch.zeros(1)], peer, _TAG).wait()
+        deadline = time.monotonic() + _LEAVING_S
         for thread in self._threads.values():
-            thread.join(_LEAVING_S)
+            thread.join(max(0.0, deadline - time.monotonic()))
         self._threads = {}
 
     def _listen(self, peer: int) -> None:
