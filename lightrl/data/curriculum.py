@@ -110,6 +110,7 @@ class Curriculum(Draws):
         """Returns the results and choices as plain numbers."""
         return {
             "num_drawn": self.num_drawn,
+            "num_prompts_in_data": len(self._prompts),
             "step": self._step,
             "chosen": list(self._chosen),
             "results": [
@@ -118,10 +119,16 @@ class Curriculum(Draws):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a saved state; raises ValueError if the saved run had no curriculum."""
+        """Continues from a saved state; raises ValueError if the saved run had no curriculum, or other data."""
         if "results" not in state:
             raise ValueError(
                 "The checkpoint is of a run without --data.curriculum: give the same options, or start a new run."
+            )
+        saved, now = state.get("num_prompts_in_data", len(self._prompts)), len(self._prompts)
+        if saved != now:
+            raise ValueError(
+                f"The saved curriculum has results of {saved} prompts, and the data has {now}: they would count for "
+                "other prompts. Resume with the same data, or start a new run."
             )
         self.num_drawn, self._step = int(state["num_drawn"]), int(state["step"])
         self._chosen, self._bounds = [int(index) for index in state["chosen"]], []

@@ -53,6 +53,10 @@ def test_results_change_the_next_draws_and_no_earlier_ones() -> None:
     assert again.index_at(5) == 5
     with pytest.raises(ValueError, match="a run without --data.curriculum"):
         again.load_state_dict({"num_drawn": 0, "num_prompts_in_data": 6, "seed": 0})
+    with pytest.raises(ValueError, match="has results of 6 prompts, and the data has 5"):
+        Curriculum(newest, PROMPTS[:5], 1, seed=0).load_state_dict(ours.state_dict())
+    older = {name: value for name, value in ours.state_dict().items() if name != "num_prompts_in_data"}
+    again.load_state_dict(older)
 
 
 def test_half_solved() -> None:
