@@ -19,12 +19,12 @@ _MAX_CHOICES = 128
 _MAX_STOPS = 16
 _DISTRIBUTION = {  # settings that change the distribution, each with its neutral value; the run decides them
     "top_p": 1,
-    "top_k": None,
+    "top_k": -1,
     "min_p": 0,
     "presence_penalty": 0,
     "frequency_penalty": 0,
     "repetition_penalty": 1,
-    "logit_bias": None,
+    "logit_bias": {},
 }
 
 
@@ -96,7 +96,7 @@ def ignored_settings(body: Mapping[str, Any], temperature: float) -> list[str]:
     """Returns the settings of a request that are ignored, because the trainer needs turns of the run's distribution."""
     settings = body.get("sampling_params") if isinstance(body.get("sampling_params"), dict) else body
     assert isinstance(settings, Mapping)
-    given = [name for name, neutral in _DISTRIBUTION.items() if settings.get(name) not in (None, neutral, {}, -1)]
+    given = [name for name, neutral in _DISTRIBUTION.items() if settings.get(name) not in (None, neutral)]
     if settings.get("temperature") not in (None, temperature):
         given.append("temperature")
     return [f"{name}={settings[name]}" for name in given]

@@ -19,6 +19,7 @@ def test_settings_that_change_the_distribution_are_named() -> None:
     assert ignored_settings({"temperature": 1.0, "top_p": 1, "presence_penalty": 0}, 1.0) == []
     assert ignored_settings({"temperature": 0, "top_p": 0.9}, 1.0) == ["top_p=0.9", "temperature=0"]
     assert ignored_settings({"sampling_params": {"top_k": 5}}, 1.0) == ["top_k=5"]
+    assert ignored_settings({"top_k": -1, "logit_bias": {}, "presence_penalty": -1}, 1.0) == ["presence_penalty=-1"]
 
 
 def test_the_newer_name_of_the_limit_wins_and_none_means_left_out() -> None:
