@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import math
 import threading
 from collections.abc import Awaitable, Coroutine, Sequence
@@ -15,10 +16,9 @@ from lightrl.rewards.scoring import (
     RewardError,
     RewardKind,
     ScoringLimits,
-    TimeLimitError,
     failed,
-    time_limit,
 )
+from lightrl.rewards.time_limit import TimeLimitError, time_limit
 from lightrl.rewards.unit_scoring import UnitRunner
 
 Result = TypeVar("Result")
@@ -50,17 +50,18 @@ class AsyncRunner(UnitRunner):
         if not units:
             return []
         loop = self._open_loop()
-        if _is_in_a_loop():  # in a notebook's cell, for example
+        if _is_in_a_loop() or not _is_in_main_thread():  # in a notebook's cell, or where no alarm rings
             self._start_thread(loop)
-        rounds = 1 + math.ceil(len(units) / self._concurrency)
+        # The time limits of the calls cannot end a call that blocks the loop itself.
+        limit_s = self.limits.timeout_s * (1 + math.ceil(len(units) / self._concurrency)) * max(map(len, units))
         try:
-            # The time limits of the calls cannot end a call that blocks the loop itself.
-            with time_limit(self.limits.timeout_s * rounds * max(map(len, units))):
+            with time_limit(limit_s):
                 if self._thread is not None:
-                    outcomes = asyncio.run_coroutine_threadsafe(self._gather(units, budget), loop).result()
+                    running = asyncio.run_coroutine_threadsafe(self._gather(units, budget), loop)
+                    outcomes = running.result(limit_s or None)
                 else:
                     outcomes = loop.run_until_complete(self._gather(units, budget))
-        except TimeLimitError as error:
+        except (TimeLimitError, concurrent.futures.TimeoutError) as error:
             raise self._blocks() from error
         return [outcome for unit in outcomes for outcome in unit]
 
@@ -166,3 +167,7 @@ def _is_in_a_loop() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def _is_in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -10,24 +10,19 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-import signal
 import sys
-import threading
-import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from types import FrameType
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
 from lightrl.records import Sample
+from lightrl.rewards.time_limit import call_in_time
 
 Scope = Literal["sample", "group", "batch"]
 _LIST_TYPES = ("list", "Sequence", "Iterable", "tuple", "List", "Collection")
 _MAX_SHOWN = 200  # characters of a response in an error message
-_REPEAT_S = 1.0  # until the next alarm, for code that swallowed one with a bare `except:`
 NO_REWARD = math.nan
 """Stands for a missing reward; any sum that contains it is NO_REWARD, too."""
 
@@ -264,8 +259,7 @@ class RewardRunner:
         return score_outcome(self.name, sample, value)
 
     def _call_in_time(self, sample: Sample) -> Any:
-        with time_limit(self.limits.timeout_s):
-            return self.reward(sample)
+        return call_in_time(self.limits.timeout_s, self.reward, sample)
 
 
 # ---- Failures --------------------------------------------------------------------------------------------------------
@@ -381,47 +375,3 @@ def with_traceback(error: RewardError) -> str:
     if error.__cause__ is None:
         return str(error)
     return f"{error}\n{''.join(traceback.format_exception(error.__cause__)).rstrip()}"
-
-
-# ---- Time limit ------------------------------------------------------------------------------------------------------
-
-
-class TimeLimitError(Exception):
-    """The body of time_limit() ran out of time; the cause shows where it was."""
-
-
-class _AlarmError(BaseException):
-    """The alarm; not a subclass of Exception, so that `except Exception` in the body does not swallow it."""
-
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Raises TimeLimitError in the body after the given number of seconds; 0 sets no limit.
-
-    It uses a signal, so it works only in the main thread (elsewhere there is no limit) and between Python instructions:
-    it cannot end a single call into C that never returns. A timer that was already running is restored.
-    """
-    if seconds <= 0 or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    is_armed = True
-
-    def ring(_number: int, _frame: FrameType | None) -> None:
-        if is_armed:
-            raise _AlarmError
-
-    started = time.monotonic()
-    previous_handler = signal.signal(signal.SIGALRM, ring)
-    outer_s, outer_repeat_s = signal.setitimer(signal.ITIMER_REAL, seconds, _REPEAT_S)
-    try:
-        yield
-        is_armed = False
-    except _AlarmError as alarm:
-        is_armed = False
-        raise TimeLimitError(f"no result after {seconds:g} s") from alarm
-    finally:
-        is_armed = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous_handler)
-        if outer_s:
-            signal.setitimer(signal.ITIMER_REAL, max(outer_s - (time.monotonic() - started), 1e-3), outer_repeat_s)

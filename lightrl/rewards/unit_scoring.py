@@ -13,9 +13,9 @@ from lightrl.rewards.scoring import (
     RewardRunner,
     failed,
     score_outcome,
-    time_limit,
     wrong_count,
 )
+from lightrl.rewards.time_limit import call_in_time
 
 
 class UnitRunner(RewardRunner):
@@ -40,13 +40,15 @@ class UnitRunner(RewardRunner):
 
     def _call(self, unit: list[Sample], budget: FailureBudget) -> list[Outcome]:
         try:
-            with time_limit(self.limits.timeout_s * len(unit)):
-                values = list(self.reward(unit))
+            values = call_in_time(self.limits.timeout_s * len(unit), self._values_of, unit)
         except (Exception, SystemExit) as error:
             if self.goes_on_singly(unit, budget):
                 return [outcome for sample in unit for outcome in self._call([sample], budget)]
             return [failed(self.name, unit, error)] * len(unit)
         return self.checked(unit, values)
+
+    def _values_of(self, unit: list[Sample]) -> list[Any]:
+        return list(self.reward(unit))
 
     def goes_on_singly(self, unit: list[Sample], budget: FailureBudget) -> bool:
         """Returns whether a batch that failed is scored again sample by sample.

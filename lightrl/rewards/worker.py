@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.rewards.messages import Reply, receive, run_file, send
-from lightrl.rewards.scoring import NoVerdictError, TimeLimitError, is_numpys_bool, time_limit
+from lightrl.rewards.scoring import NoVerdictError, is_numpys_bool
+from lightrl.rewards.time_limit import TimeLimitError, time_limit
 
 _MEMORY_BYTES = 2 << 30  # in addition to what the loaded reward occupies
 _SET_PARENT_DEATH_SIGNAL = 1  # constant of prctl(2)

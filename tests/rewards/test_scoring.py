@@ -12,7 +12,7 @@ import pytest
 from reward_samples import answered, doing_as_told, run
 
 from lightrl.records import Prompt, Sample
-from lightrl.rewards import NoVerdictError, RewardError, batch_reward, load_reward, score, scoring
+from lightrl.rewards import NoVerdictError, RewardError, batch_reward, load_reward, score, time_limit
 from lightrl.rewards.reward_set import make_runner
 from lightrl.rewards.scoring import FailureBudget, ScoringLimits, kind_of
 
@@ -45,7 +45,7 @@ def test_no_timer_is_set_for_a_reward_that_cannot_hang(monkeypatch: pytest.Monke
 
     instant.needs_time_limit = False  # type: ignore[attr-defined]
     timers: list[float] = []
-    monkeypatch.setattr(scoring.signal, "setitimer", lambda _, seconds, *rest: timers.append(seconds) or (0.0, 0.0))
+    monkeypatch.setattr(time_limit.signal, "setitimer", lambda _, seconds, *rest: timers.append(seconds) or (0.0, 0.0))
     for reward, wanted in ((load_reward("exact_match"), []), (instant, []), (careful, [5.0, 0])):
         runner = make_runner(reward, ScoringLimits(timeout_s=5.0))
         assert runner.run([sample(0, "42")], FailureBudget()) == [1.0]

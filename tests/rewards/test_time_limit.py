@@ -1,13 +1,21 @@
 from __future__ import annotations
 
+import asyncio
 import signal
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 import pytest
+from reward_samples import answered
 
-from lightrl.rewards.scoring import TimeLimitError, time_limit
+from lightrl.rewards import RewardError, batch_reward
+from lightrl.rewards.reward_set import make_runner
+from lightrl.rewards.scoring import FailureBudget, ScoringLimits
+from lightrl.rewards.time_limit import TimeLimitError, call_in_time, time_limit
 
 
 def test_a_body_that_ends_in_time_is_left_alone() -> None:
@@ -91,3 +99,65 @@ def test_other_threads_have_no_limit() -> None:
     thread.start()
     thread.join()
     assert found == ["done"]
+
+
+# ---- Calls in any thread ---------------------------------------------------------------------------------------------
+
+
+def in_a_thread(function: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result(timeout=20)
+
+
+def in_this_thread(function: Callable[[], Any]) -> Any:
+    return function()
+
+
+@pytest.mark.parametrize("where", [in_this_thread, in_a_thread])
+def test_a_call_has_its_time_in_any_thread(where: Callable[[Callable[[], Any]], Any]) -> None:
+    def fail() -> None:
+        raise SystemExit("mine")
+
+    assert where(lambda: call_in_time(5, max, 2, 3)) == 3
+    assert where(lambda: call_in_time(0, max, 2, 3)) == 3
+    assert where(lambda: call_in_time(5, lambda: None)) is None
+    with pytest.raises(SystemExit, match="mine"):
+        where(lambda: call_in_time(5, fail))
+    started = time.monotonic()
+    with pytest.raises(TimeLimitError, match="no result after 0.1 s"):
+        where(lambda: call_in_time(0.1, time.sleep, 3))
+    assert time.monotonic() - started < 2
+
+
+async def waits_without_await(_: Any) -> float:
+    time.sleep(3)
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (lambda _: time.sleep(3), "no result after 0.1 s"),
+        (batch_reward(lambda samples: (time.sleep(3) for _ in samples)), "no result after 0.1 s"),
+        (waits_without_await, "is async and blocks"),
+    ],
+    ids=["plain", "batch", "async"],
+)
+def test_a_reward_that_hangs_is_told_in_any_thread(reward: Any, message: str) -> None:
+    """A rollout rank scores its groups in a thread, and would otherwise wait for ever."""
+    runner = make_runner(reward, ScoringLimits(timeout_s=0.1))
+    started = time.monotonic()
+    with pytest.raises(RewardError, match=message):
+        in_a_thread(lambda: runner.run([answered("")], FailureBudget()))
+    assert time.monotonic() - started < 2
+    runner.close()
+
+
+def test_an_async_reward_that_awaits_is_scored_in_a_thread() -> None:
+    async def awaits(sample: Any) -> float:
+        await asyncio.sleep(0.01)
+        return float(len(sample.text))
+
+    runner = make_runner(awaits, ScoringLimits(timeout_s=5))
+    assert in_a_thread(lambda: runner.run([answered("ab"), answered("c")], FailureBudget())) == [2.0, 1.0]
+    runner.close()
