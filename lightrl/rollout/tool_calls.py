@@ -103,7 +103,7 @@ class ToolBox:
         logger.warning(
             "The tool %r has raised. The policy reads the error, as it will of further ones, which "
             "episode/tool_errors counts.\n%s",
-            *(call.name, "".join(traceback.format_exception(error)).rstrip()),
+            *(call.name, _encodable("".join(traceback.format_exception(error)).rstrip())),
         )
 
 

@@ -75,7 +75,9 @@ def test_an_error_that_a_future_refuses_or_that_looks_like_the_time_limit_is_rea
     assert time.monotonic() - began < 0.15
 
 
-def test_half_a_character_in_an_answer_does_not_reach_the_tokenizer() -> None:
+def test_half_a_character_in_an_answer_reaches_neither_the_tokenizer_nor_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def echoes() -> str:
         return "\ud83d \U0001f600"
 
@@ -86,6 +88,8 @@ def test_half_a_character_in_an_answer_does_not_reach_the_tokenizer() -> None:
         ("? \U0001f600", False),
         ("error: ValueError: ?", True),
     ]
+    assert "ValueError: ?" in caplog.text
+    assert caplog.text.encode()
 
 
 def test_a_long_result_and_a_long_error_are_cut() -> None:
