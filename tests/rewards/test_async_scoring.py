@@ -15,20 +15,25 @@ from lightrl.rewards.reward_set import make_runner
 from lightrl.rewards.scoring import FailureBudget, ScoringLimits
 
 
-def test_async_rewards_wait_together_up_to_the_limit() -> None:
-    running, most = 0, 0
+class Crowd:
+    """Counts how many calls of its reward wait at the same time, at most."""
 
-    async def waiting(sample: Sample) -> float:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
+    def __init__(self) -> None:
+        self.running = self.most = 0
+
+    async def reward(self, sample: Sample) -> float:
+        self.running += 1
+        self.most = max(self.most, self.running)
         await asyncio.sleep(0.02)
-        running -= 1
+        self.running -= 1
         return float(sample.text)
 
-    outcomes, _ = run(waiting, [answered(str(place)) for place in range(10)], concurrency=4)
+
+def test_async_rewards_wait_together_up_to_the_limit() -> None:
+    waiting = Crowd()
+    outcomes, _ = run(waiting.reward, [answered(str(place)) for place in range(10)], concurrency=4)
     assert outcomes == [float(place) for place in range(10)]
-    assert most == 4
+    assert waiting.most == 4
 
 
 def test_an_async_reward_keeps_its_loop_from_call_to_call() -> None:
@@ -74,27 +79,18 @@ def test_past_the_budget_the_others_are_not_waited_for() -> None:
 
 
 def test_the_limit_holds_for_all_episodes_together() -> None:
-    running, most = 0, 0
-
-    async def waiting(sample: Sample) -> float:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        await asyncio.sleep(0.02)
-        running -= 1
-        return float(sample.text)
-
-    runner = make_runner(waiting, ScoringLimits(concurrency=2))
+    waiting = Crowd()
+    runner = make_runner(waiting.reward, ScoringLimits(concurrency=2))
 
     async def episodes() -> list[object]:
         return await asyncio.gather(*(runner.arun([answered(str(place))], FailureBudget()) for place in range(6)))
 
     try:
         assert asyncio.run(episodes()) == [[float(place)] for place in range(6)]
-        assert most == 2
+        assert waiting.most == 2
         runner.close()  # ends its loop; the next call starts another
         assert asyncio.run(episodes()) == [[float(place)] for place in range(6)]
-        assert most == 2
+        assert waiting.most == 2
     finally:
         runner.close()
 
