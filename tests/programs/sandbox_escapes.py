@@ -13,7 +13,7 @@ from typing import Any
 
 # Given to each: FACTS of the host, call(), which raises if the kernel refuses a system call (numbers of x86_64).
 PRELUDE = """
-import ctypes, errno, fcntl, json, mmap, os, resource, signal, socket, subprocess, sys, threading
+import _thread, ctypes, errno, fcntl, json, mmap, os, resource, signal, socket, subprocess, sys, threading
 libc = ctypes.CDLL(None, use_errno=True)
 FACTS = json.loads(FACTS)
 SECRET, DATA, FOLDER, VICTIM = FACTS["secret"], FACTS["data"], FACTS["folder"], FACTS["victim"]
@@ -179,9 +179,9 @@ MEMORY_AND_DISK = {
     "locked memory": "call(149, 0, 4096)",
     "large pipes": "r, w = os.pipe()\nfcntl.fcntl(w, 1031, 1 << 20)",
     "many threads": (
-        "stop = threading.Event()\nthreading.stack_size(65536)\nthreads = []\ntry:\n    for _ in range(500):\n"
-        "        threads.append(threading.Thread(target=stop.wait, daemon=True))\n        threads[-1].start()\n"
-        "finally:\n    stop.set()"
+        "stop = _thread.allocate_lock()\n_thread.stack_size(65536)\n"  # Thread.start() waits for ever for a thread
+        "def wait():\n    with stop: pass\n"  # that finds no memory
+        "with stop:\n    for _ in range(500): _thread.start_new_thread(wait, ())"
     ),
     "disk past the limit": "for number in range(10):\n    open(f'big{number}', 'wb').write(bytes(4 << 20))",
     "one file past the limit": "open('one', 'wb').truncate(1 << 30)",

@@ -28,7 +28,7 @@ for _depth, _name in ((2, "lightrl"), (1, "lightrl.rewards")):  # found here, wi
 from lightrl.rewards.sandboxed.checker import check  # noqa: E402
 from lightrl.rewards.sandboxed.namespaces import leave_the_system  # noqa: E402
 from lightrl.rewards.sandboxed.program import run_program, serve_program  # noqa: E402
-from lightrl.rewards.sandboxed.restrictions import confine, die_with_parent  # noqa: E402
+from lightrl.rewards.sandboxed.restrictions import confine, die_with_parent, make_countable  # noqa: E402
 
 _SHOWN_ERRORS = 2000  # bytes at the end of standard error
 _SLOW_IMPORTS = ("numpy", "scipy", "pandas", "sympy")  # loaded once for all processes, not in each
@@ -48,6 +48,8 @@ def main() -> None:
 
 def _in_namespaces(request: Mapping[str, Any]) -> dict[str, Any] | None:
     """Supervises from the first process of new namespaces; when it ends, everything in them ends."""
+    if request["uid"] is None:
+        make_countable()
     leave_the_system(request["paths"], as_root=request["uid"] is not None)
     first = os.fork()
     if first == 0:
