@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import compress
+from operator import and_
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -214,6 +215,12 @@ class Experience:
     def num_tokens(self) -> int:
         """Tokens of prompt and response."""
         return len(self.sample.prompt_ids) + len(self.sample.response_ids)
+
+    @property
+    def trained_tokens(self) -> tuple[bool, ...]:
+        """Whether each response token counts in a loss."""
+        own = self.sample.is_own if self.is_trained else (False,) * len(self.sample.response_ids)
+        return tuple(map(and_, own, self.is_young)) if self.is_young else own
 
     @property
     def key(self) -> tuple[int, int]:

@@ -122,9 +122,7 @@ def _tokens_of(
         logprobs=per_token(logprobs),
         entropy=per_token(entropy),
         advantages=per_sample([item.advantage for item in experience], torch.float32),
-        mask=torch.tensor(
-            [is_own and item.is_trained for item in experience for is_own in item.sample.is_own], dtype=torch.bool
-        ),
+        mask=torch.tensor([is_trained for item in experience for is_trained in item.trained_tokens], dtype=torch.bool),
         sequence_ids=per_sample([mix_seed(*key) for key in keys], torch.int64),
         positions=torch.cat([torch.arange(0), *(torch.arange(int(length)) for length in lengths)]),
         seed=seed,

@@ -88,6 +88,15 @@ def test_what_a_tool_wrote_is_not_chosen() -> None:
     assert metrics == {"selection/in_policy_loss": pytest.approx(2 / 5)}
 
 
+def test_a_token_that_is_too_old_takes_no_place_among_the_chosen() -> None:
+    items = experience()
+    items[2] = dataclasses.replace(items[2], is_young=(True, True, False))
+    # Of the five others, three fifths are three: 0.9, 0.8 and 0.3. The one that is too old has 0.7.
+    choice, metrics = choose(items, entropy_fraction=0.6)
+    assert choice == {"in_policy_loss": {(0, 0): [False, True], (0, 1): [True], (1, 0): [False, True, False]}}
+    assert metrics == {"selection/in_policy_loss": pytest.approx(3 / 5)}
+
+
 def test_a_rank_without_samples_chooses_none() -> None:
     choice, _ = choose([], loss="kl_cov", entropy_fraction=0.5)
     assert choice == {"selected": {}, "in_policy_loss": {}}
