@@ -109,7 +109,8 @@ class TokenAdvantages:
         if not self._uses_critic:
             estimated = _less_baseline(estimated, old_values, mask)
         _report(estimated.advantages[mask], estimated.returns[mask], old_values[mask], comm, statistics)
-        advantages = self._normalized(estimated.advantages, mask, comm)
+        is_trained = torch.tensor([yes for item in experience for yes in item.trained_tokens], dtype=torch.bool)
+        advantages = self._normalized(estimated.advantages, mask, is_trained, comm)
         return TokenTargets(
             advantages=_by_sample(samples, lengths, advantages), returns=_by_sample(samples, lengths, estimated.returns)
         )
@@ -127,10 +128,11 @@ class TokenAdvantages:
         goes_on = sample.finish_reason != "stop" and self._config.truncation == "bootstrap"
         return values[sample.key][-1] if goes_on else 0.0
 
-    def _normalized(self, advantages: Tensor, mask: Tensor, comm: Comm) -> Tensor:
+    def _normalized(self, advantages: Tensor, mask: Tensor, is_trained: Tensor, comm: Comm) -> Tensor:
+        """Returns the advantages, normalised over the tokens that count in a loss."""
         kind, clip = self._config.advantage_normalization, self._config.advantage_clip
         if kind != "none":
-            found = _moments(advantages[mask], comm)
+            found = _moments(advantages[is_trained], comm)
             if kind == "running":
                 found = self._advantage_moments = _merged(self._advantage_moments, found)
             advantages = torch.where(mask, whiten(advantages, found), 0.0)

@@ -110,6 +110,17 @@ def test_advantages_are_whitened_over_all_tokens() -> None:
     near(clipped.advantages, *([max(-0.5, min(0.5, v)) for v in part] for part in (wanted[:3], wanted[3:])))
 
 
+def test_a_token_that_is_too_old_to_train_on_counts_in_no_mean() -> None:
+    first, second = experience()
+    items = [replace(first, is_young=(False, True, True)), second]
+    config = PPOAlgorithmConfig(advantage_args=("gamma=0.5", "lam=0.5"))
+    found = TokenAdvantages(config).targets(items, VALUES, None, 0.0, Comm(), Statistics()).advantages
+    # Of the advantages of test_gae_by_hand(), 0.1875, 0.25, 0.025 and 0.1 are trained: mean 0.140625.
+    deviation = (sum((value - 0.140625) ** 2 for value in (0.1875, 0.25, 0.025, 0.1)) / 4) ** 0.5
+    assert found[0, 0][1:] == pytest.approx([0.046875 / deviation, 0.109375 / deviation], abs=1e-6)
+    assert found[0, 1] == pytest.approx([-0.115625 / deviation, -0.040625 / deviation], abs=1e-6)
+
+
 def test_the_explained_variance() -> None:
     def explained(values: dict[Any, list[float]]) -> float:
         statistics = Statistics()
