@@ -205,7 +205,7 @@ class PolicyObjective(PolicyLoss):
         scored = ScoredSamples(
             rewards=_doubles(item.reward + item.shaping for item in kept),
             group_ids=torch.tensor([item.sample.position for item in kept], dtype=torch.int64),
-            lengths=_doubles(item.sample.num_own * item.is_trained for item in kept),
+            lengths=_doubles(e.is_trained * sum(s.num_own for s in (e.sample, *e.sample.branches)) for e in kept),
             baselines=None if baselines is None else _doubles(baselines),
         )
         advantages = self._estimated(scored, comm).tolist()

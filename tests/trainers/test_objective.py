@@ -122,6 +122,14 @@ def test_a_response_that_is_not_trained_counts_in_the_mean_of_rewards_but_in_no_
     assert found("reinforce_plus_plus") == pytest.approx(wanted, abs=1e-6)
 
 
+def test_the_conversations_of_an_episode_count_with_all_their_tokens() -> None:
+    """The first of two samples has 2 tokens, and 6 in a branch: mean (8 + 0) / 10 = 0.8, deviation sqrt(0.16) = 0.4."""
+    first, branch, second = samples_of([2, 6, 2])
+    made = PolicyObjective(AlgorithmConfig(advantage="reinforce_plus_plus"))
+    items = scored([dataclasses.replace(first, branches=(branch,)), second], [1.0, 0.0])
+    assert [item.advantage for item in made.advantages(items, Comm())] == pytest.approx([0.5, -2.0], abs=1e-6)
+
+
 def test_a_plain_loss_has_no_optional_terms() -> None:
     assert PolicyObjective(AlgorithmConfig())._terms == []
     every = AlgorithmConfig(entropy_fraction=0.5, correction="tis", kl_coef=0.1, entropy_coef=0.1)
