@@ -72,6 +72,12 @@ def _require_rows(path: Path) -> None:
             )
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Returns the rows of metrics.jsonl, if it exists, except for one that a kill cut short."""
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if _step_of(line) is not None]
+
+
 def _step_of(line: bytes | str) -> int | None:
     """Returns the step of a row of metrics.jsonl or samples.jsonl; None for anything else."""
     try:

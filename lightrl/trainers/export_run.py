@@ -29,9 +29,9 @@ from lightrl.models.multimodal import MediaProcessor
 from lightrl.models.policy import load_policy, load_tokenizer
 from lightrl.strategy import create_strategy
 from lightrl.strategy.saving.state_files import HASH_FILE
+from lightrl.trainers.earlier_run import read_rows
 from lightrl.trainers.hash_run import compared
 from lightrl.trainers.model_card import write_card
-from lightrl.trainers.run_folder import RunFolder
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -89,7 +89,7 @@ def _step_of_final(run: Path, config: RunConfig) -> int | None:
     """Returns the step after which final/ was saved; None if it is incomplete, or from before more --max_steps."""
     if not (run / "final" / HASH_FILE).is_file() or compared(run / "final")[1]:
         return None
-    rows = RunFolder(run).metrics()
+    rows = read_rows(run / "metrics.jsonl")
     step = rows[-1]["step"] if rows else config.max_steps
     return step if step >= config.max_steps else None
 

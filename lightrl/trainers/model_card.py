@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from lightrl.config import BUILTIN_MODEL
 from lightrl.config.command_line import flatten
 from lightrl.config.options import as_dict
 from lightrl.strategy.saving.state_files import HASH_FILE
+from lightrl.trainers.earlier_run import read_rows
 from lightrl.trainers.loggers.attach import public_options
 
 _SHOWN = ("eval/", "reward/mean", "loss", "accuracy", "margin", "kl", "entropy", "mismatch/max_abs")
@@ -67,10 +67,8 @@ def changed_options(config: Any) -> dict[str, Any]:
 
 def _metrics_of(root: Path, step: int) -> dict[str, float]:
     """Returns the newest value of each metric that a reader wants to know."""
-    path = root / "metrics.jsonl"
     found: dict[str, float] = {}
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        row = json.loads(line)
+    for row in read_rows(root / "metrics.jsonl"):
         if row["step"] <= step:
             found |= {name: value for name, value in row.items() if _is_shown(name) and value is not None}
     return dict(sorted(found.items()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from typing import Any
 from lightrl.checkpoint import CheckpointDirectory
 from lightrl.config import GRPOConfig, RolloutConfig, exit_with_user_error
 from lightrl.rollout.record import step_folder
+from lightrl.trainers.earlier_run import read_rows
 from lightrl.trainers.fit import StepReport, Trainer, run_program
 from lightrl.trainers.health import batches_of
 from lightrl.trainers.recorded import learn_from_record
@@ -102,8 +102,7 @@ def _compared(wanted: Mapping[str, Any], found: Mapping[str, float]) -> list[str
 
 def _metrics_of(run: Path, step: int) -> dict[str, Any]:
     """Returns the metrics of a step; ends the program for one beyond the next, which would take new steps first."""
-    path = run / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    rows = read_rows(run / "metrics.jsonl")
     last = max((int(row["step"]) for row in rows), default=0)
     if rows and step > last + 1:
         told = f"--step {step}: {run} has {last} steps, so replay takes at most {last + 1}, the next one."

@@ -25,5 +25,11 @@ def test_recipe_metrics_and_hash(tmp_path: Path) -> None:
     assert "loss" not in card.partition("## Recipe")[0]  # of a later step
 
 
+def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.25}\n{"step": 2, "reward/me')
+    write_card(tmp_path, tmp_path, GRPOConfig(), step=2)
+    assert "| `reward/mean` | 0.25 |" in (tmp_path / "README.md").read_text()
+
+
 def test_only_what_differs_is_a_recipe() -> None:
     assert changed_options(GRPOConfig(num_prompts=3)) == {"num_prompts": 3}

@@ -10,13 +10,19 @@ import torch
 from lightrl.config import CheckpointConfig, EvalConfig, GRPOConfig
 from lightrl.trainers import recorded_run
 from lightrl.trainers.grpo import GRPOTrainer
-from lightrl.trainers.repeated_step import differences
+from lightrl.trainers.repeated_step import _metrics_of, differences
 
 
 def test_only_numbers_that_are_not_the_same_are_told() -> None:
     wanted = {"step": 3, "loss": 0.1, "kl": None, "entropy": 1.5, "time/step": 2.0, "eval/reward": 0.3}
     assert differences(wanted, {"loss": 0.1, "kl": float("nan"), "entropy": 1.5, "time/step": 9.0}) == []
     assert differences(wanted, {"loss": 0.1, "entropy": 1.5000001}) == ["entropy was 1.5, now 1.5000001"]
+
+
+def test_a_run_whose_last_line_a_kill_cut_short_has_the_steps_before_it(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "lo')
+    assert _metrics_of(tmp_path, 1) == {"step": 1, "loss": 0.5}
+    assert _metrics_of(tmp_path, 2) == {}  # the next step, as after step 1
 
 
 def test_a_step_is_repeated_to_the_bit_from_the_checkpoint_before_it(
