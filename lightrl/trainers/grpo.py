@@ -222,7 +222,7 @@ class GRPOTrainer(Trainer):
             penalties = self._overlong_penalty(experience)
             experience = [replace(item, shaping=amount) for item, amount in zip(experience, penalties, strict=True)]
         if self.config.overlong.mask_truncated:
-            experience = [replace(item, is_trained=not is_truncated(item.sample)) for item in experience]
+            experience = [_without_truncated(item) for item in experience]
         return experience
 
     def _overlong_penalty(self, experience: Sequence[Experience]) -> list[float]:
@@ -255,3 +255,9 @@ class GRPOTrainer(Trainer):
             )
             chosen |= {name: {**chosen.get(name, {}), **mask} for name, mask in masks.items()}
         return batch.with_columns(**chosen)
+
+
+def _without_truncated(item: Experience) -> Experience:
+    """Excludes a response that was cut off, and such branches of an episode."""
+    branches = tuple(branch for branch in item.sample.branches if not is_truncated(branch))
+    return replace(item, is_trained=not is_truncated(item.sample), sample=replace(item.sample, branches=branches))

@@ -10,6 +10,7 @@ import pytest
 from lightrl.config import AlgorithmConfig, DynamicSamplingConfig, GRPOConfig, OverlongConfig
 from lightrl.records import ScoredGroup
 from lightrl.rewards import NO_REWARD
+from lightrl.rollout.scheduled_collector import SingleTurn
 from lightrl.trainers.grpo import GRPOTrainer
 from lightrl.trainers.objective import PolicyObjective
 from lightrl.trainers.policy_step import describe_rollout
@@ -129,6 +130,21 @@ def test_length_shapes_the_reward_and_truncation_hides_the_sample(
     assert [item.advantage for item in found] == pytest.approx([-1 / 12, 1 / 6, -1 / 12], abs=1e-6)
     assert [item.is_trained for item in found] == [False, True, True]
     assert trainer.report().metrics["reward/overlong_penalty"] == pytest.approx(-0.25, abs=1e-6)
+
+
+def test_a_conversation_of_an_episode_that_was_cut_off_is_hidden_alone(
+    trainer: GRPOTrainer, groups: list[ScoredGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer, "run", dataclasses.replace(trainer.run, workflow=SingleTurn()))
+    first, *others = (dataclasses.replace(sample, finish_reason="stop") for sample in groups[0].samples)
+    branches = [
+        dataclasses.replace(first, sample_index=1_000_000, finish_reason="length"),
+        dataclasses.replace(first, sample_index=2_000_000),
+    ]
+    samples = (dataclasses.replace(first, branches=tuple(branches)), *others)
+    found = trainer.compute_advantages([dataclasses.replace(groups[0], samples=samples)])
+    trainer.report()
+    assert [item.sample.sample_index for item in found if item.is_trained] == [0, 2_000_000, 1, 2]
 
 
 def test_nothing_to_train_on_skips_the_update(trainer: GRPOTrainer, groups: list[ScoredGroup]) -> None:
