@@ -33,9 +33,12 @@ def step_folder(record: Path, step: int) -> Path:
 
 
 def write_groups(record: Path, step: int, groups: Sequence[ScoredGroup], *, rank: int, world: int) -> None:
-    """Writes this rank's groups of a step."""
+    """Writes this rank's groups of a step, in place of those that a run on other ranks wrote before it was resumed."""
     folder = step_folder(record, step)
     folder.mkdir(parents=True, exist_ok=True)
+    for path in (*folder.glob("rank-*-of-*.jsonl"), *folder.glob("rank-*-of-*.safetensors")):
+        if _world_of(path) != world:
+            path.unlink(missing_ok=True)  # every rank does this
     tensors: dict[str, Tensor] = {}
     lines = [json.dumps(_group_row(group, tensors)) for group in groups]
     stem = folder / f"rank-{rank}-of-{world}"

@@ -78,6 +78,14 @@ def test_other_ranks_read_by_position(tmp_path: Path) -> None:
     assert num_steps(tmp_path) == 1
 
 
+def test_a_run_that_repeats_a_step_on_other_ranks_replaces_its_groups(tmp_path: Path) -> None:
+    write_groups(tmp_path, 0, [group(0)], rank=0, world=2)
+    write_groups(tmp_path, 0, [group(1)], rank=1, world=2)
+    write_groups(tmp_path, 0, [group(0), group(1)], rank=0, world=1)
+    found = read_groups(tmp_path, 0, PROMPTS, rank=0, world=1)
+    assert [item.samples[0].position for item in found] == [0, 1]
+
+
 def test_a_record_that_cannot_be_used_is_told(tmp_path: Path) -> None:
     write_groups(tmp_path, 0, [group(0)], rank=0, world=2)
     with pytest.raises(ValueError, match="no complete step of a record: it holds rank-0-of-2.jsonl"):
