@@ -44,7 +44,7 @@ class Coefficients:
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Restores coefficients that follow a target; fixed ones come from this run's config."""
-        if self._config.kl_target:
+        if self._config.kl_target and state["kl"]:  # a run without a penalty had 0, which could never grow
             self.kl = state["kl"]
         if self._config.entropy_target:
             self.entropy, self._entropy_kept = state["entropy"], state["entropy_kept"]

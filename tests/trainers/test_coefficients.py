@@ -6,6 +6,7 @@ import pytest
 
 from lightrl.config import AlgorithmConfig
 from lightrl.trainers.coefficients import Coefficients
+from lightrl.trainers.objective import FixedCoefficients
 
 
 def test_without_targets_they_stay() -> None:
@@ -59,3 +60,10 @@ def test_a_run_that_goes_on_with_another_coefficient_takes_its_own() -> None:
     found = Coefficients(AlgorithmConfig(kl_coef=0.05, entropy_coef=0.3))
     found.load_state_dict(saved)
     assert (found.kl, found.entropy) == (0.05, 0.3)
+
+
+def test_a_penalty_that_begins_in_a_resumed_run_has_the_coefficient_of_its_options() -> None:
+    saved = FixedCoefficients(kl=0.0, entropy=0.0).state_dict()
+    found = Coefficients(AlgorithmConfig(kl_coef=0.2, kl_target=0.1))
+    found.load_state_dict(saved)
+    assert found.kl == 0.2  # 0 could never grow
