@@ -46,6 +46,8 @@ class TokenAdvantages:
             "returns", config.advantage, config.advantage_args, _two_tokens, option="advantage"
         )
         self._uses_critic = traits_of(self._estimate, ReturnsTraits).uses_critic
+        if config.truncation == "bootstrap" and not self._uses_critic:
+            raise _never_bootstraps(config.advantage)
         self._reward_moments = torch.zeros(3, dtype=torch.float64)
         self._advantage_moments = torch.zeros(3, dtype=torch.float64)
 
@@ -137,6 +139,13 @@ class TokenAdvantages:
                 found = self._advantage_moments = _merged(self._advantage_moments, found)
             advantages = torch.where(mask, whiten(advantages, found), 0.0)
         return clip_values(advantages, clip) if clip else advantages
+
+
+def _never_bootstraps(name: str) -> ValueError:
+    return ValueError(
+        f"--algorithm.truncation bootstrap adds the critic's value after a response that was cut off, which "
+        f"--algorithm.advantage {name} does not read. Use gae (with lam=1 in place of returns_to_go), or leave it out."
+    )
 
 
 def _turns(sample: Sample) -> list[int]:

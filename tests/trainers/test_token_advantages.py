@@ -248,6 +248,10 @@ def test_a_rank_without_samples_takes_part() -> None:
     [
         ({"advantage": "grpo"}, "Unknown returns 'grpo'"),
         ({"advantage_args": ("lamda=1",)}, "The returns 'gae' has no parameter lamda. It has gamma, lam"),
+        (
+            {"advantage": "returns_to_go", "truncation": "bootstrap"},
+            "which --algorithm.advantage returns_to_go does not",
+        ),
     ],
 )
 def test_what_cannot_be_estimated_is_told(options: dict[str, Any], text: str) -> None:
