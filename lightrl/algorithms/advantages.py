@@ -254,7 +254,7 @@ def whiten(values: Tensor, moments: Tensor, *, shift_mean: bool = True, eps: flo
     Args:
         values: Advantages or rewards of this rank.
         moments: The result of moments_of() for all values to compare with, merged over all ranks.
-        shift_mean: False keeps the mean, and with it the sign of each value.
+        shift_mean: False adds the mean to the result again; a value below the mean may change its sign all the same.
         eps: Added to the deviation.
     """
     mean, std = mean_and_std(moments)
