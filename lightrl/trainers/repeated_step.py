@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.checkpoint import CheckpointDirectory
-from lightrl.config import GRPOConfig, RolloutConfig, exit_with_user_error
+from lightrl.config import GRPOConfig, LateMistakeError, RolloutConfig, exit_with_user_error
 from lightrl.rollout.record import step_folder
 from lightrl.trainers.earlier_run import read_rows
 from lightrl.trainers.fit import StepReport, Trainer, run_program
@@ -55,6 +55,11 @@ def repeat_step(
 
 
 def _repeat(trainer: Trainer, run: Path, step: int, wanted: Mapping[str, Any], *, is_debugged: bool) -> list[str]:
+    if trainer.step_index >= step:
+        raise LateMistakeError(
+            f"--step {step}: the run begins after step {trainer.step_index}, in {trainer.run.checkpoint}, and has no "
+            f"checkpoint before that step. Name a later step, or give an earlier checkpoint by --resume."
+        )
     _say(trainer, f"step {step} of {run}, from {trainer.run.checkpoint or 'the start'}")
     while trainer.step_index < step - 1:
         _one_step(trainer, trainer.step)

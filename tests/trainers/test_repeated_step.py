@@ -1,5 +1,6 @@
 """One step of a run, repeated from the checkpoint before it."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from lightrl.config import CheckpointConfig, EvalConfig, GRPOConfig
-from lightrl.trainers import recorded_run
+from lightrl.trainers import lifetime, recorded_run
 from lightrl.trainers.grpo import GRPOTrainer
 from lightrl.trainers.repeated_step import _metrics_of, differences
 
@@ -69,3 +70,21 @@ def test_a_step_is_repeated_to_the_bit_from_the_checkpoint_before_it(
     metrics.write_text(metrics.read_text().replace('"entropy": ', '"entropy": 7'))
     assert recorded_run.replay([str(tmp_path / "run"), "--step", "3"]) == 1
     assert "entropy was 7" in capsys.readouterr().out
+
+
+def test_a_step_before_the_point_at_which_a_run_branched_off_is_told(
+    toy_options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lifetime, "end_process", sys.exit)
+
+    def train(name: str, max_steps: int, **options: Any) -> None:
+        shared = {**toy_options, "num_prompts": 2, "eval": EvalConfig(every=0), "output_dir": str(tmp_path / name)}
+        trainer = GRPOTrainer(GRPOConfig(**shared, max_steps=max_steps, **options))
+        trainer.fit()
+        trainer.close()
+
+    train("base", 2, checkpoint=CheckpointConfig(every=2))
+    train("branch", 3, checkpoint=CheckpointConfig(every=0), resume=str(tmp_path / "base"))
+    with pytest.raises(SystemExit, match="2"):
+        recorded_run.replay([str(tmp_path / "branch"), "--step", "1"])
+    assert "--step 1: the run begins after step 2" in capsys.readouterr().err
