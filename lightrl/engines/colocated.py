@@ -150,8 +150,8 @@ class ColocatedEngine:
     def step(self) -> list[Completion]:
         """Runs one scheduling step; returns the samples that it finished."""
         self._require_ready()
-        ended, self._ended = self._ended, []
         finished = self.engine.step()
+        ended, self._ended = self._ended, []
         completions = ended + [self._as_requested(item, self._running) for item in finished]
         for item in finished:
             self._num_left[item.request_id] -= 1
@@ -243,14 +243,15 @@ class ColocatedEngine:
         """
         started = time.perf_counter()
         self._wake_weights()
-        set_aside = self._set_aside() if recompute_kv and self._running else []
+        # A sync that fails leaves them parked for the next one.
+        self._parked = self._set_aside() if recompute_kv and self._running else self._parked
         self.version = None  # a sync that breaks halfway leaves weights that must not generate
         proof = WeightProof(expected)
         self.engine.load_weights(proof.watched(weights), version)
         proof.finish(version)
         self.version = version
-        for request in set_aside:
-            self._enter(request)
+        if self._parked and self._phase is _Phase.AWAKE:
+            self._go_on()
         return SyncReport(version=version, num_bytes=proof.num_bytes, seconds=time.perf_counter() - started)
 
     def _set_aside(self) -> list[_Request]:
@@ -258,7 +259,7 @@ class ColocatedEngine:
 
         In an engine that runs on its own, some may have ended meanwhile; the next step() returns them.
         """
-        requests = {item.request_id: item for item in self._running.values()}
+        requests = {item.request_id: item for item in (*self._running.values(), *self._parked)}
         stopped = [replace(item, kept=None) for item in self.abort()]
         self._ended += [item for item in stopped if item.finish_reason != "abort"]
         return [replace(requests[item.request_id], partial=item) for item in stopped if item.finish_reason == "abort"]
@@ -312,17 +313,17 @@ class ColocatedEngine:
         self._wake_weights()
         if self._phase is _Phase.WEIGHTS_AWAKE:
             self._wake_part("kv_cache", _Phase.AWAKE)
-            if self._parked:
-                self._go_on()
+        if self._parked:
+            self._go_on()
 
     def _wake_weights(self) -> None:
         if self._phase is _Phase.ASLEEP:
             self._wake_part("weights", _Phase.WEIGHTS_AWAKE)
 
     def _go_on(self) -> None:
-        parked, self._parked = self._parked, []
-        for request in parked:
-            self._enter(request)
+        while self._parked:
+            self._enter(self._parked[0])
+            del self._parked[0]
 
     def _wake_part(self, part: EnginePart, phase: _Phase) -> None:
         try:

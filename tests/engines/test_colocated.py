@@ -171,6 +171,51 @@ def test_abort_gives_samples_that_had_ended_too() -> None:
     assert not engine.has_unfinished()
 
 
+class Halfway(RecordingEngine):
+    """Stops every request after one token; sleeping may fail."""
+
+    cannot_sleep = False
+
+    def abort(self, request_ids: Iterable[int] | None = None) -> list[Completion]:
+        return [replace(item, finish_reason="abort") for item in sorted(self.step(), key=lambda item: item.request_id)]
+
+    def sleep(self, level: int = 1) -> int:
+        if self.cannot_sleep:
+            raise RuntimeError("cannot sleep")
+        return 100
+
+
+def test_a_failed_sync_or_sleep_loses_no_sample() -> None:
+    engine = ColocatedEngine(scripted := Halfway())
+    engine.update_weights([("w", torch.zeros(3))], version=4)
+    five = SamplingParams(max_new_tokens=5)
+    first, second = engine.submit([1], five), engine.submit([2], five)
+    with pytest.raises(ValueError, match="unknown weight"):
+        engine.update_weights([("unknown", torch.ones(3))], version=5)
+    assert engine.has_unfinished()
+    engine.update_weights([("w", torch.ones(3))], version=5)
+    scripted.cannot_sleep = True
+    with pytest.raises(RuntimeError, match="cannot sleep"):
+        engine.sleep()
+    third = engine.submit([3], five)
+    engine.update_weights([("w", torch.ones(3))], version=6)
+    found = {item.request_id: item.output_token_ids for item in engine.step()}
+    assert found == {first: (1, 1, 1), second: (1, 1, 1), third: (1, 1)}
+    assert not engine.has_unfinished()
+
+
+def test_a_failed_step_keeps_the_samples_that_had_ended() -> None:
+    engine = ColocatedEngine(scripted := RunsOnItsOwn())
+    engine.update_weights([("w", torch.zeros(3))], version=4)
+    first, second = engine.submit([1], TWO), engine.submit([2], TWO)
+    engine.update_weights([("w", torch.ones(3))], version=5)
+    scripted.fails = True
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.step()
+    scripted.fails = False
+    assert [item.request_id for item in engine.step()] == [second, first]
+
+
 def test_a_failure_leaves_no_request_behind(ready: ColocatedEngine) -> None:
     engine = ready.engine
     assert isinstance(engine, RecordingEngine)
