@@ -259,6 +259,11 @@ class ColocatedEngine:
 
         In an engine that runs on its own, some may have ended meanwhile; the next step() returns them.
         """
+        if any(item.params.has_penalties for item in self._running.values()):
+            raise RuntimeError(
+                "Samples with penalties cannot go on after a sleep or a weight sync: they count their first tokens. "
+                "Call abort() before."
+            )
         requests = {item.request_id: item for item in (*self._running.values(), *self._parked)}
         stopped = [replace(item, kept=None) for item in self.abort()]
         self._ended += [item for item in stopped if item.finish_reason != "abort"]
@@ -292,21 +297,13 @@ class ColocatedEngine:
             return 0
         self.wake()  # engines go to sleep as a whole, and only when awake
         if self._running:
-            self._park()
+            self._parked = self._set_aside()
         if level == 2:
             self.version = None
         self.freed_bytes = self.engine.sleep(level)
         self._phase = _Phase.ASLEEP
         logger.debug("engine asleep at level %d, %d bytes freed", level, self.freed_bytes)
         return self.freed_bytes
-
-    def _park(self) -> None:
-        if any(item.params.has_penalties for item in self._running.values()):
-            raise RuntimeError(
-                "Samples with penalties cannot go on after the engine has slept: they count their first tokens. Call "
-                "abort() before sleep()."
-            )
-        self._parked = self._set_aside()
 
     def wake(self) -> None:
         """Makes the engine ready to generate: wakes the weights first, then the KV cache."""

@@ -216,6 +216,15 @@ def test_a_failed_step_keeps_the_samples_that_had_ended() -> None:
     assert [item.request_id for item in engine.step()] == [second, first]
 
 
+def test_a_sample_with_penalties_stops_a_sync_before_it_touches_any_other() -> None:
+    engine = ColocatedEngine(Halfway())
+    engine.update_weights([("w", torch.zeros(3))], version=4)
+    ids = [engine.submit([1], TWO), engine.submit([2], replace(TWO, presence_penalty=1.0))]
+    with pytest.raises(RuntimeError, match="Samples with penalties cannot go on"):
+        engine.update_weights([("w", torch.ones(3))], version=5)
+    assert sorted(item.request_id for item in engine.step()) == ids
+
+
 def test_a_failure_leaves_no_request_behind(ready: ColocatedEngine) -> None:
     engine = ready.engine
     assert isinstance(engine, RecordingEngine)
@@ -230,7 +239,7 @@ def test_a_failure_leaves_no_request_behind(ready: ColocatedEngine) -> None:
     assert len(ready.abort()) == 0  # the scripted engine gives nothing back
     penalty = replace(TWO, repetition_penalty=1.1)
     ready.submit([1], penalty)
-    with pytest.raises(RuntimeError, match="Samples with penalties cannot go on after the engine has slept"):
+    with pytest.raises(RuntimeError, match="Samples with penalties cannot go on after a sleep or a weight sync"):
         ready.sleep()
     ready.abort()
     assert ready.sleep() == 100
