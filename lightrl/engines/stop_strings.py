@@ -43,7 +43,7 @@ def cut_to(item: Completion, length: int, reason: FinishReason) -> Completion:
 
 
 def first_stop(token_ids: Sequence[int], stop: Sequence[str], tokenizer: Any, *, after: int = 0) -> int | None:
-    """Returns the number of tokens up to the first stop string that ends after `least` tokens, or None.
+    """Returns the number of tokens up to the first stop string that ends behind the first `after` tokens, or None.
 
     This is a binary search, since a text only grows.
     """
@@ -52,7 +52,8 @@ def first_stop(token_ids: Sequence[int], stop: Sequence[str], tokenizer: Any, *,
         text: str = tokenizer.decode(list(token_ids[:count]), skip_special_tokens=False)
         return text
 
-    start = len(decode(after)) if after else 0
+    # Bytes of a character that the next token completes decode to U+FFFD: the character is not within the minimum yet.
+    start = len(decode(after).rstrip("\ufffd")) if after else 0
 
     def has_stop(count: int) -> bool:
         text = decode(count)

@@ -56,6 +56,17 @@ def test_a_stop_string_within_the_minimum_of_tokens_does_not_count() -> None:
     assert [first_stop(ids, ("\n\n",), Syllables(), after=count) for count in (2, 3)] == [3, None]
 
 
+class Bytes:
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+
+def test_a_character_that_the_minimum_of_tokens_splits_counts() -> None:
+    ids = list("ab😀!".encode())  # a b F0 9F 98 80 !
+    found = [first_stop(ids, ("😀",), Bytes(), after=count) for count in range(8)]
+    assert found == [6, 6, 6, 6, 6, 6, None, None]
+
+
 def test_stop_strings_that_cannot_be_looked_for_are_refused() -> None:
     with pytest.raises(ValueError, match="need a tokenizer"):
         check_stop(("a",), None)
