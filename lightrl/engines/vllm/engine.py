@@ -176,7 +176,7 @@ class VLLMEngine(InferenceEngine):
             max_tokens=params.max_new_tokens,
             stop_token_ids=sorted({*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}),
             ignore_eos=True,  # all end tokens are among stop_token_ids
-            min_tokens=params.min_new_tokens,
+            min_tokens=min(params.min_new_tokens, params.max_new_tokens),  # it refuses a larger one
             presence_penalty=params.presence_penalty,
             frequency_penalty=params.frequency_penalty,
             repetition_penalty=params.repetition_penalty,

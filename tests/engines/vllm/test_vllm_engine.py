@@ -20,6 +20,7 @@ from lightrl.config import StrategyOptions
 from lightrl.engines.base import EnginePrompt, SamplingParams, WeightSyncError, create_engine
 from lightrl.engines.colocated import ColocatedEngine
 from lightrl.engines.vllm.build import warn_of_many_threads
+from lightrl.engines.vllm.engine import VLLMEngine, _Sample
 from lightrl.engines.vllm.host import kv_storages, reloads_whole
 from lightrl.imports import is_installed
 from lightrl.models.multimodal import VIDEO_FPS, MediaProcessor, sequence_positions
@@ -48,6 +49,15 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+def test_a_minimum_above_the_maximum_is_the_maximum():
+    """As for other engines: a short turn of an evaluation with --eval.min_new_tokens must not end the run."""
+    params = SamplingParams(max_new_tokens=3, min_new_tokens=8)
+    engine = VLLMEngine.__new__(VLLMEngine)
+    engine._eos = (2,)
+    theirs = engine._sampling_params(_Sample(0, 0, params, EnginePrompt(token_ids=(5,)), (5,)))
+    assert (theirs.min_tokens, theirs.max_tokens) == (3, 3)
 
 
 def build(source, **options):
