@@ -213,9 +213,9 @@ class ColocatedEngine:
 
     def check_prompt(self, name: str, prompt: EnginePrompt, params: SamplingParams) -> None:
         """Raises ValueError for a prompt that would hang or kill one engine or another."""
-        engine, ids = self.engine, prompt.token_ids
-        if not ids or min(ids) < 0 or max(ids) >= engine.vocab_size:
-            raise ValueError(_describe_bad_ids(name, ids, engine.vocab_size))
+        engine, ids, named = self.engine, prompt.token_ids, (*prompt.token_ids, *params.stop_token_ids)
+        if not ids or min(named) < 0 or max(named) >= engine.vocab_size:
+            raise ValueError(_describe_bad_ids(name, ids, params.stop_token_ids, engine.vocab_size))
         if prompt.images or prompt.videos or self._placeholder_ids:
             _check_media(name, prompt, engine)
         if params.stop:
@@ -380,11 +380,12 @@ def _describe_not_ready(phase: _Phase) -> str:
     return "The engine has no weights yet. Call update_engine_weights(actor) before generating."
 
 
-def _describe_bad_ids(name: str, ids: tuple[int, ...], vocab_size: int) -> str:
+def _describe_bad_ids(name: str, ids: tuple[int, ...], stop_ids: Sequence[int], vocab_size: int) -> str:
     if not ids:
         return f"{name} is empty: it needs at least one token."
-    bad = next(token for token in ids if not 0 <= token < vocab_size)
-    return f"{name} holds token id {bad}, outside the model's vocabulary of {vocab_size}."
+    bad = next(token for token in (*ids, *stop_ids) if not 0 <= token < vocab_size)
+    where = f"{name} holds" if bad in ids else f"stop_token_ids of {name} holds"
+    return f"{where} token id {bad}, outside the model's vocabulary of {vocab_size}."
 
 
 def _describe_unknown_adapter(name: str, adapter: str, known: Sequence[str]) -> str:

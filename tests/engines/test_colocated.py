@@ -125,6 +125,15 @@ def test_a_bad_prompt_is_named_before_anything_is_submitted(
     assert calls(ready) == []
 
 
+@pytest.mark.parametrize("token", [-1, 10])
+def test_a_stop_token_that_the_model_does_not_have_is_refused(ready: ColocatedEngine, token: int) -> None:
+    """vLLM would refuse it when nothing catches the error, and a minimum of tokens would bar some other token."""
+    params = replace(TWO, stop_token_ids=(1, token))
+    with pytest.raises(ValueError, match=f"stop_token_ids of prompt 0 holds token id {token}, outside the model's"):
+        ready.generate([[1]], [params])
+    assert calls(ready) == []
+
+
 def test_no_weights_no_generation() -> None:
     engine = ColocatedEngine(RecordingEngine())
     with pytest.raises(RuntimeError, match="no weights yet"):
