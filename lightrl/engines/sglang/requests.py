@@ -114,7 +114,11 @@ class SampleTasks:
         for task in own:
             del self._running[task]
         self._process.run(self._stop(own))
-        done += [self._completion(sample, task.result()) for task, sample in own.items() if task.exception() is None]
+        # One that SGLang gave up meanwhile starts again if it is continued, and then step() raises its error.
+        done += [
+            _not_started(sample) if task.exception() else self._completion(sample, task.result())
+            for task, sample in own.items()
+        ]
         return sorted(done, key=_order)
 
     async def _start_waiting(self) -> None:

@@ -1,5 +1,8 @@
 """What SGLang is asked and what its answers mean, without SGLang."""
 
+import asyncio
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -82,6 +85,29 @@ def test_an_abort_in_the_queue_has_no_logprobs():
         sample(), {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort", "message": "in waiting queue"}}}
     )
     assert (found.output_token_ids, found.versions, found.finish_reason) == ((), (), "abort")
+
+
+def test_an_abort_gives_a_sample_that_sglang_gave_up():
+    """Whoever waits for the sample would otherwise wait forever."""
+    loop = asyncio.new_event_loop()
+    manager = SimpleNamespace(rid_to_state={})
+    engine = tasks()
+    engine._process = SimpleNamespace(manager=manager, run=loop.run_until_complete)
+
+    async def give_up(sample):
+        if sample.index:
+            raise ValueError("no memory for this one")
+        return answer([7, 8, 9, 10])
+
+    engine._generate = give_up
+    engine.add([sample(0), sample(1)])
+    loop.run_until_complete(engine._start_waiting())
+    found = engine.abort({0})
+    loop.close()
+    assert [(item.sample_index, len(item.output_token_ids), item.finish_reason) for item in found] == [
+        (0, 4, "length"),
+        (1, 0, "abort"),
+    ]
 
 
 def test_versions_are_those_of_the_spans():
