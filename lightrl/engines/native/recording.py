@@ -23,26 +23,26 @@ _Key = tuple[int, int]  # (request, sample)
 
 
 class RouterTape:
-    """Records the experts that the routers of a model chose in the last forward."""
+    """Records the experts that the routers of a model chose since the tape was taken or cleared."""
 
     def __init__(self, model: nn.Module) -> None:
         self._routers = routers_of(model)
-        self._kept: dict[int, Tensor] = {}  # one entry per router
+        self._kept: dict[int, list[Tensor]] = {}  # by router: one tensor per call of the model
         for index, router in enumerate(self._routers):
             router.module.register_forward_hook(partial(self._keep, index, router))
 
     def _keep(self, index: int, router: Router, module: nn.Module, args: Any, output: Any) -> None:
-        self._kept[index] = router.experts(output)
+        self._kept.setdefault(index, []).append(router.experts(output))
 
     def clear(self) -> None:
-        """Forgets the last forward."""
+        """Forgets what was recorded."""
         self._kept.clear()
 
     def take(self) -> _Experts | None:
-        """Takes out the experts of the last forward, [tokens, layers, k]; None if there was none."""
+        """Takes out the recorded experts, [tokens, layers, k]; None if there are none."""
         if not self._kept:
             return None
-        layers = [self._kept[index] for index in range(len(self._routers))]
+        layers = [torch.cat(self._kept[index]) for index in range(len(self._routers))]
         self._kept.clear()
         result: _Experts = torch.stack(layers, dim=1).to("cpu", torch.int16).numpy()
         return result
@@ -71,9 +71,12 @@ class RecordingEngine(NativeEngine):
         logits = super()._prefill_group(admissions)
         experts = self._tape.take()
         assert experts is not None
-        of_prompts = experts.reshape(len(admissions), -1, *experts.shape[1:])  # padded on the right
-        for item, padded in zip(admissions, of_prompts, strict=True):
-            self._prompts[item.request.request_id] = padded[: len(item.request.prompt)].copy()
+        lengths = np.array([len(item.request.prompt) for item in admissions])
+        width = int(lengths.max())
+        # Prompts of one call are padded on the right; with a model's own cache, each is a call of its own.
+        starts = np.arange(len(lengths)) * width if len(experts) == len(lengths) * width else lengths.cumsum() - lengths
+        for item, start, length in zip(admissions, starts, lengths, strict=True):
+            self._prompts[item.request.request_id] = experts[start : start + length].copy()
         return logits
 
     def _decode(self) -> list[Completion]:
@@ -84,6 +87,8 @@ class RecordingEngine(NativeEngine):
         """Adds the experts of the preceding forward to the samples, then draws."""
         experts = self._tape.take()  # of one token per row; None after prompts, whose experts are kept already
         rows = self._scheduler.rows
+        if experts is not None and len(experts) > self._scheduler.num_running:  # a model without a cache runs all again
+            experts = experts[(rows.position[: self._scheduler.num_running] + 1).cumsum() - 1]
         for row in range(first_row, self._scheduler.num_running):
             request = rows.request[row]
             key = (request.request_id, int(rows.sample[row]))

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from lightrl.config import StrategyOptions
 from lightrl.engines.base import Completion, EngineGroup, SamplingParams, create_recording_engine
+from lightrl.engines.native.own_cache import OwnCacheForward, SampleCaches
 from lightrl.engines.native.recording import RecordingEngine
 from lightrl.models.routing import routers_of
 
@@ -60,6 +61,19 @@ def test_experts_are_those_of_a_plain_forward(tiny_model, max_num_seqs: int) -> 
     for completion in rest:
         check(plain, completion)
     assert (engine._prompts, engine._samples) == ({}, {})
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_model_with_a_cache_of_its_own_runs_every_sample_by_itself(tiny_model, recomputes: bool) -> None:
+    """As Qwen3-Next does; `recomputes`: as a model whose cache is of no use."""
+    model, plain = tiny_model("qwen3_moe"), tiny_model("qwen3_moe")
+    engine = RecordingEngine(model, eos_token_ids=[2], device=CPU, max_num_seqs=5)
+    engine._runner._verified = OwnCacheForward(model, recomputes=recomputes)
+    engine._cache = SampleCaches()
+    done = engine.generate(PROMPTS, [SamplingParams(max_new_tokens=3, n=2, ignore_eos=True)] * len(PROMPTS))
+    assert len(done) == 8
+    for completion in done:
+        check(plain, completion)
 
 
 def test_it_is_built_in_place_of_the_plain_engine(tiny_model) -> None:
