@@ -127,15 +127,14 @@ class RowCache(Cache):
         """Grows to hold rows x positions, by at least half, so that a long answer does not copy at every step."""
         if rows <= self.num_rows and positions <= self.capacity:
             return
-        if rows > self.num_rows:
-            self.num_rows = min(most_rows, max(rows, self.num_rows * 3 // 2))
-        if positions > self.capacity:
-            wanted = min(most_positions, max(positions, self.capacity * 3 // 2))
-            # An odd number of lines: an even number maps adjacent rows to the same few sets of a processor's cache.
-            self.capacity = round_up(wanted - _LINE) + _LINE
+        rows = self.num_rows if rows <= self.num_rows else min(most_rows, max(rows, self.num_rows * 3 // 2))
+        wanted = min(most_positions, max(positions, self.capacity * 3 // 2))
+        # An odd number of lines: an even number maps adjacent rows to the same few sets of a processor's cache.
+        positions = self.capacity if positions <= self.capacity else round_up(wanted - _LINE) + _LINE
         self._views.clear()
         for index, layer in enumerate(self.storage):  # one by one: both sizes of all layers might not fit into a device
-            self.storage[index] = layer and layer.resized(self.num_rows, self.capacity)
+            self.storage[index] = layer and layer.resized(rows, positions)
+        self.num_rows, self.capacity = rows, positions  # last: after an error, the next call resizes every layer
 
     def begin_prefill(self, target_rows: Tensor, source_prompts: Tensor) -> None:
         """Makes update() store prompts: prompt source_prompts[j] in row target_rows[j]; both [m] int64."""

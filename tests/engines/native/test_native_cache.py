@@ -1,4 +1,5 @@
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -28,6 +29,25 @@ def test_a_prompt_goes_to_its_rows_and_tokens_to_their_places():
     assert keys[:, 0, :6, 0].tolist() == [[3, 4, 7, 0, 0, 0], [8, 0, 0, 0, 0, 0], [1, 2, 0, 0, 0, 9]]
     assert values[:, 0, :6, 0].tolist() == [[-3, -4, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0], [-1, -2, 0, 0, 0, 1]]
     assert keys.shape[2] == 8
+
+
+def test_a_layer_without_memory_to_grow_leaves_the_cache_usable(monkeypatch):
+    cache = filled_cache()
+    cache.update(torch.ones(2, 1, 2, 1), torch.ones(2, 1, 2, 1), 1)
+    grow, calls = LayerStorage.resized, []
+
+    def run_out(layer, *size):
+        calls.append(size)
+        if len(calls) == 2:
+            raise MemoryError
+        return grow(layer, *size)
+
+    monkeypatch.setattr(LayerStorage, "resized", run_out)
+    for attempt in range(2):
+        with pytest.raises(MemoryError) if attempt == 0 else nullcontext():
+            cache.reserve(rows=4, positions=20, most_rows=8, most_positions=100)
+    assert [tuple(layer.keys.shape) for layer in cache.storage] == [(4, 1, cache.capacity, 1)] * 2
+    assert cache.layer(0).keys[2, 0, :2, 0].tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("rows", [[1, 2, 3], [1, 3, 2]])
