@@ -131,8 +131,7 @@ class ColocatedEngine:
         except BaseException:
             self.engine.abort()  # left-over requests would join the next call
             raise
-        wanted = sum(param.n for param in params)
-        if len(done) != wanted:
+        if len(done) != (wanted := sum(param.n for param in params)):
             raise RuntimeError(f"{type(self.engine).__name__} gave {len(done)} completions for {wanted} samples.")
         return sorted(done, key=lambda item: (item.request_id, item.sample_index))
 

@@ -239,14 +239,16 @@ class NativeEngine(InferenceEngine):
 
     def _admit(self) -> list[Completion]:
         """Runs the prompts of entering samples and draws their first tokens."""
-        admissions = self._scheduler.admit()
-        if not admissions:
+        if not (admissions := self._scheduler.admit()):
             return []
-        self._reserve(max(len(item.request.prompt) + _ROOM_AHEAD for item in admissions))
-        counts = torch.tensor([item.count for item in admissions], device=self._device)
-        logits = self._prefill(admissions).repeat_interleave(counts, 0)
-        first_row = admissions[0].first_row
-        return self._draw(logits, first_row, self._sampling_plan(first_row))
+        try:
+            self._reserve(max(len(item.request.prompt) + _ROOM_AHEAD for item in admissions))
+            counts = self._put(np.array([item.count for item in admissions]))
+            logits, first_row = self._prefill(admissions).repeat_interleave(counts, 0), admissions[0].first_row
+            return self._draw(logits, first_row, self._sampling_plan(first_row))
+        except BaseException:
+            self._scheduler.withdraw(admissions)  # the rows hold no prompt, so that another step would decode noise
+            raise
 
     def _prefill(self, admissions: list[Admission]) -> Tensor:
         """Fills the admitted rows of the cache; returns the logits after each prompt, [admissions, vocab]."""

@@ -112,11 +112,15 @@ class KeepingEngine(NativeEngine):
         """Restores kept rows; the next decoding step continues from each sample's last token."""
         if not admissions:
             return
-        self._reserve(max(len(item.request.prompt) + _ROOM_AHEAD for item in admissions))
-        for item in admissions:
-            kept = self._returning.pop(item.request.request_id)
-            self._put_back(item.first_row, kept)
-            self._scheduler.rows.token[item.first_row] = item.request.prompt[-1]
+        try:
+            self._reserve(max(len(item.request.prompt) + _ROOM_AHEAD for item in admissions))
+            for item in admissions:
+                kept = self._returning.pop(item.request.request_id)
+                self._put_back(item.first_row, kept)
+                self._scheduler.rows.token[item.first_row] = item.request.prompt[-1]
+        except BaseException:
+            self._scheduler.withdraw(admissions)  # whose row is gone already is computed from its beginning
+            raise
         self._plan = None  # the running rows have changed
 
     def _put_back(self, row: int, kept: KeptRow) -> None:

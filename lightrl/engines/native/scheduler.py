@@ -144,6 +144,18 @@ class Scheduler:
                 self._waiting.popleft()
         return admissions
 
+    def withdraw(self, admissions: list[Admission]) -> None:
+        """Puts the newest admissions back at the head of the queue, unless their first tokens were recorded."""
+        first, behind = admissions[0].first_row, admissions[-1].first_row + admissions[-1].count
+        if self.num_running != behind or self.rows.num_produced[first:behind].any():
+            return
+        self.num_running = first
+        self.rows.request[first:behind] = None
+        for item in reversed(admissions):
+            if item.request.num_admitted == item.request.params.n:
+                self._waiting.appendleft(item.request)
+            item.request.num_admitted -= item.count
+
     def most_positions(self) -> int:
         """Returns the number of positions that the longest running sample may need."""
         return int(self.rows.last_position[: self.num_running].max()) + 1

@@ -36,6 +36,39 @@ def random_requests(count, seed=0, vocab=61):
     return prompts, params
 
 
+@pytest.mark.parametrize("part", ["_reserve", "_prefill", "_sampling_plan", "draw"])
+def test_a_failure_while_samples_enter_changes_none_of_them(part, make_engine, monkeypatch):
+    prompts, params = random_requests(7)
+    expected = make_engine(max_num_seqs=4).generate(prompts, params)
+    engine = make_engine(max_num_seqs=4)
+    found, work, admit, entering = [], getattr(engine, part), engine._scheduler.admit, []
+
+    def run_out(*args):
+        if entering and entering[-1]:
+            entering[-1] = False
+            raise MemoryError
+        return work(*args)
+
+    def enter():
+        admissions = admit()
+        entering.append(bool(admissions) and len(entering) % 2 == 0)  # every other time
+        return admissions
+
+    monkeypatch.setattr(engine, part, run_out)
+    monkeypatch.setattr(engine._scheduler, "admit", enter)
+    for prompt, param in zip(prompts, params, strict=True):
+        engine.submit(prompt, param)
+    num_failures = 0
+    while engine.has_unfinished():
+        try:
+            found += engine.step()
+        except MemoryError:
+            num_failures += 1
+    assert num_failures > 2
+    found = sorted(found, key=lambda item: (item.request_id, item.sample_index))
+    assert [item.output_token_ids for item in found] == [item.output_token_ids for item in expected]
+
+
 def reference_logprobs(model, completion, temperature):
     """Of the output tokens, by the plain model over the whole sequence."""
     ids = torch.tensor([completion.prompt_token_ids + completion.output_token_ids])

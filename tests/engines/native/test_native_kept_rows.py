@@ -220,3 +220,29 @@ def test_a_model_that_takes_images_is_refused(tiny_model):
     media = SimpleNamespace(image_token_id=3, video_token_id=4)
     with pytest.raises(ValueError, match="--rollout.keep_cache does not go with a model that takes images"):
         KeepingEngine(tiny_model("qwen3"), eos_token_ids=(2,), device=CPU, media=media)
+
+
+@pytest.mark.parametrize("part", ["_reserve", "_put_back"])
+def test_a_failure_while_a_sample_comes_back_changes_nothing_of_it(part, make_engine, monkeypatch):
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True, seed=3)
+    (expected,) = make_engine().generate([[5, 6, 7]], [params])
+    engine = make_engine()
+    engine.submit([5, 6, 7], params)
+    for _ in range(4):
+        engine.step()
+    (stopped,) = engine.abort()
+    engine.sleep()  # frees the cache, so that stale keys and values cannot help
+    engine.wake()
+    engine.submit([5, 6, 7], params, stopped)
+
+    def run_out(*args):
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.engine, part, run_out)
+        with pytest.raises(MemoryError):
+            engine.step()
+    found = []
+    while engine.has_unfinished():
+        found += engine.step()
+    assert [item.output_token_ids for item in found] == [expected.output_token_ids]
