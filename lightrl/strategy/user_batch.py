@@ -58,8 +58,8 @@ def evaluate(strategy: Trainer, data: Batches, loss_fn: LossFn, weight_fn: Weigh
     outputs = strategy.forward(data, model=model)
     weights = [float(weight_fn(micro_batch)) for micro_batch in data]
     losses = [float(loss_fn(output, micro_batch)) for output, micro_batch in zip(outputs, data, strict=True)]
-    weighted = sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)
-    total: dict[str, float] = strategy.comm.all_reduce({"loss": weighted, "weight": sum(weights)}, "sum")
+    weighted = sum((loss * weight for loss, weight in zip(losses, weights, strict=True) if weight), 0.0)
+    total: dict[str, float] = strategy.comm.all_reduce({"loss": weighted, "weight": sum(weights, 0.0)}, "sum")
     return total["loss"] / total["weight"] if total["weight"] else 0.0
 
 

@@ -93,3 +93,15 @@ def test_an_update_that_is_not_finite_or_empty_is_skipped_and_names_the_sequence
     empty = strategy.train_batch(_batch(loss_mask=torch.zeros(3, 3)), _loss, weight)
     assert empty.skipped
     same(parameters(strategy, policy), before)
+
+
+def test_an_evaluation_of_nothing_sends_numbers_of_the_type_that_other_ranks_send(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks reduce floats and integers separately, so one integer among floats would let all of them wait forever."""
+    strategy = _strategy()
+    fresh(strategy)
+    sent: list[dict[str, float]] = []
+    monkeypatch.setattr(strategy.comm, "all_reduce", lambda data, op: sent.append(data) or data)
+    assert strategy.eval_batch(_batch(), _loss, lambda data: 0) == 0.0
+    assert [{name: type(value) for name, value in data.items()} for data in sent] == [{"loss": float, "weight": float}]
