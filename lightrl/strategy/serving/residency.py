@@ -58,11 +58,12 @@ class ModelResidency:
 
     def load_parameters(self) -> int:
         """Brings weights and buffers back to the device; returns the bytes loaded."""
+        loaded = self._restore("parameters")  # first: if there is no memory for them, they stay refused
         if self._guard is not None:
             self._guard.remove()
             self._guard = None
         self._offloaded.discard(self.model)
-        return self._restore("parameters")
+        return loaded
 
     def offload_main_copies(self) -> int:
         """Moves the float32 copies of weights that compute in bfloat16 to host memory; returns the bytes freed."""
@@ -75,8 +76,9 @@ class ModelResidency:
 
     def load_main_copies(self) -> int:
         """Brings the float32 copies back to the device; returns the bytes loaded."""
+        loaded = self._restore(MAIN_COPIES)
         self._offloaded.discard((MAIN_COPIES, self.optimizer))
-        return self._restore(MAIN_COPIES)
+        return loaded
 
     def offload_gradients(self) -> int:
         """Moves the gradients to host memory; returns the bytes freed."""
@@ -107,18 +109,19 @@ class ModelResidency:
 
     def load_optimizer(self) -> int:
         """Brings the optimizer's states and the average back to the device; returns the bytes loaded."""
+        loaded = self._restore("optimizer states")
         self._offloaded.discard(self.optimizer)
-        return self._restore("optimizer states")
+        return loaded
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
         """Brings everything to the device inside the context; afterwards, what was in host memory leaves again."""
         away = {part for part, offloader in self._moved.items() if offloader.is_offloaded}
-        self.load_main_copies()
-        self.load_parameters()
-        self.load_gradients(keep=True)
-        self.load_optimizer()
         try:
+            self.load_main_copies()
+            self.load_parameters()
+            self.load_gradients(keep=True)
+            self.load_optimizer()
             yield
         finally:
             leave = {
@@ -137,8 +140,9 @@ class ModelResidency:
         return offloader.offload(tensor for tensor in tensors if tensor.device.type == device.type)
 
     def _restore(self, part: str) -> int:
-        offloader = self._moved.pop(part, None)
-        return 0 if offloader is None else offloader.restore()
+        loaded = self._moved[part].restore() if part in self._moved else 0
+        self._moved.pop(part, None)
+        return loaded
 
 
 class Residency:
@@ -210,7 +214,10 @@ class Residency:
 
 
 class StorageOffloader:
-    """Frees the device memory behind tensors and restores it bit for bit; repeated calls change nothing."""
+    """Frees the device memory behind tensors and restores it bit for bit; repeated calls change nothing.
+
+    A call that finds no memory moves nothing, so it can be repeated when there is some.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
@@ -225,17 +232,19 @@ class StorageOffloader:
         """Copies the storages to host memory and empties them; returns the bytes freed."""
         if self._kept:
             return 0
+        kept: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            if storage.nbytes() == 0 or storage.data_ptr() in self._kept:  # tied weights and views share a storage
+            if storage.nbytes() == 0 or storage.data_ptr() in kept:  # tied weights and views share a storage
                 continue
             if not storage.resizable():  # a mapped file, as of a model loaded into host memory, is not ours to free
                 continue
             host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=tensor.is_cuda)
             host.copy_(torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage))
-            self._kept[storage.data_ptr()] = (storage, host)
+            kept[storage.data_ptr()] = (storage, host)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        self._kept = kept  # only now, or the copies of a call that failed would later overwrite newer values
         freed = sum(host.numel() for _, host in self._kept.values())
         for storage, _ in self._kept.values():
             storage.resize_(0)
@@ -244,9 +253,14 @@ class StorageOffloader:
     @torch.no_grad()
     def restore(self) -> int:
         """Fills the storages again; returns the bytes brought back."""
-        for storage, host in self._kept.values():
-            storage.resize_(host.numel())
-            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(host)
+        try:
+            for storage, host in self._kept.values():
+                storage.resize_(host.numel())
+                torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(host)
+        except BaseException:
+            for storage, _ in self._kept.values():
+                storage.resize_(0)
+            raise
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         restored = sum(host.numel() for _, host in self._kept.values())

@@ -33,6 +33,66 @@ def test_shared_storages_leave_once_and_come_back_bit_by_bit() -> None:
     assert torch.equal(half, before[:2])
 
 
+def test_a_move_that_finds_no_memory_moves_nothing_and_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = torch.zeros(2), torch.zeros(3)
+    offloader, empty = StorageOffloader(), torch.empty
+
+    def refuse(size: int, **settings: Any) -> Tensor:
+        if size == second.nbytes:
+            raise MemoryError
+        return empty(size, **settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", refuse)
+        with pytest.raises(MemoryError):
+            offloader.offload([first, second])
+    assert not offloader.is_offloaded
+    first.fill_(7.0)  # training goes on
+    assert offloader.offload([first, second]) == 20
+
+    calls: list[int] = []
+
+    def refuse_second(size: int, **settings: Any) -> Tensor:
+        calls.append(size)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError
+        return empty(size, **settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", refuse_second)
+        with pytest.raises(torch.OutOfMemoryError):
+            offloader.restore()
+    assert first.untyped_storage().nbytes() == second.untyped_storage().nbytes() == 0
+    assert offloader.restore() == 20
+    assert (first.tolist(), second.tolist()) == ([7.0, 7.0], [0.0, 0.0, 0.0])
+
+
+def test_weights_that_find_no_memory_stay_refused_until_a_call_brings_them_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    strategy, policy = with_engine()
+    train(strategy, policy, 0)
+    before = parameters(strategy, policy)
+    strategy.offload_optimizer()
+    strategy.offload_param_and_grad()
+
+    def refuse(self: StorageOffloader) -> int:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StorageOffloader, "restore", refuse)
+        for load in (strategy.load_param_and_grad, strategy.load_optimizer):
+            with pytest.raises(torch.OutOfMemoryError):
+                load()
+    for kind in ("weights", "states"):
+        with pytest.raises(RuntimeError, match=f"{kind} are offloaded"):
+            strategy.trained.require_on_device(policy if kind == "weights" else strategy.trained.entry(None).optimizer)
+    assert strategy.load_param_and_grad() > 0
+    assert strategy.load_optimizer() > 0
+    same(parameters(strategy, policy), before)
+    train(strategy, policy, 1)
+
+
 def test_a_mapped_file_stays(tmp_path: Path) -> None:
     """As from_pretrained leaves the weights of a model that is not moved to another device."""
     save_tensors(tmp_path / "file", {"weight": torch.ones(3)})
