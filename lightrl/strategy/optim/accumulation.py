@@ -19,6 +19,7 @@ class AccumulationByCalls(UpdateHook):
     def __init__(self) -> None:
         self._num_calls = 0
         self._num_wanted = 1
+        self._share = 1.0  # of the wanted calls of all ranks, those that were made
         self._is_finite = True
 
     def count(self, num_wanted: int, loss: Tensor) -> None:
@@ -28,20 +29,25 @@ class AccumulationByCalls(UpdateHook):
         self._is_finite = self._is_finite and bool(loss.detach().isfinite().all())
 
     def may_update(self, comm: Comm) -> bool:
-        """Returns whether every loss of every rank was finite; the gradient may be finite even if a loss was not."""
-        return comm.agree(self._is_finite)
+        """Returns whether every loss of every rank was finite; the gradient may be finite even if a loss was not.
+
+        Ranks may have made different numbers of calls, as at the end of their data, but must divide by one number.
+        """
+        own = {"share": self._num_calls / self._num_wanted, "is_finite": float(self._is_finite)}
+        mean = comm.all_reduce(own)
+        self._share = mean["share"]
+        return mean["is_finite"] == 1
 
     def is_boundary(self) -> bool:
         """Returns whether enough calls were counted, or none, in which case the gradients came from elsewhere."""
         return self._num_calls == 0 or self._num_calls >= self._num_wanted
 
     def gradient_divisor(self) -> float:
-        """Makes an early update the mean over the micro-batches that have run."""
-        is_early = 0 < self._num_calls < self._num_wanted
-        return self._num_calls / self._num_wanted if is_early else 1.0
+        """Makes an early update the mean over the micro-batches that have run on all ranks; may_update() counts."""
+        return self._share if 0 < self._share < 1 else 1.0
 
     def after_update(self, optimizer: Optimizer, *, is_finite: bool) -> None:
-        self._num_calls, self._is_finite = 0, True
+        self._num_calls, self._share, self._is_finite = 0, 1.0, True
 
     def read_tensors(self, read: Callable[[str], SavedTensors], state: dict[str, Any]) -> None:
         """Starts counting anew, since other weights were loaded and the gradients dropped."""

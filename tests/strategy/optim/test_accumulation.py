@@ -1,6 +1,7 @@
 """Accumulation by calls, and the arithmetic of batch sizes."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +19,35 @@ def test_calls_are_counted_for_each_optimizer() -> None:
     accumulation.count(4, torch.zeros(()))
     assert accumulation_of(first) is accumulation
     assert not accumulation.is_boundary()
+    assert accumulation.may_update(Comm())
     assert accumulation.gradient_divisor() == 0.25  # one of four: an early update undoes the division by 4
     assert accumulation_of(second).is_boundary()
     accumulation.after_update(first, is_finite=False)
     assert (accumulation.is_boundary(), accumulation.gradient_divisor()) == (True, 1.0)
+
+
+class OneOfTwoRanks(Comm):
+    """A rank beside one that has made other calls of backward()."""
+
+    def __init__(self, other: dict[str, float]) -> None:
+        super().__init__()
+        self._other = other
+
+    def all_reduce(self, data: Any, op: str = "mean", weight: Any = None) -> Any:
+        assert op == "mean"
+        return {name: (data[name] + self._other[name]) / 2 for name in sorted(data)}
+
+
+def test_ranks_that_made_different_numbers_of_calls_divide_by_the_same_number() -> None:
+    divisors = []
+    for own, other in ((4, 1), (1, 4)):
+        accumulation = accumulation_of(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))
+        for _ in range(own):
+            accumulation.count(4, torch.zeros(()))
+        assert accumulation.may_update(OneOfTwoRanks({"share": other / 4, "is_finite": 1.0}))
+        divisors.append(accumulation.gradient_divisor())
+    assert divisors == [0.625, 0.625]  # 5 micro-batches, where 2 ranks x 4 were expected
+    assert not accumulation.may_update(OneOfTwoRanks({"share": 1.0, "is_finite": 0.0}))
 
 
 def test_one_loss_that_is_not_finite_spoils_the_update_that_it_belongs_to() -> None:
