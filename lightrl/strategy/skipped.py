@@ -100,9 +100,9 @@ def _not_finite(data: Sequence[Any], outputs: Sequence[Any]) -> Iterator[str]:
 def _first_not_finite(name: str, values: Tensor, micro_batch: Any) -> str:
     is_bad = ~values.detach().isfinite()
     mask, owners = _entry(micro_batch, "loss_mask"), _entry(micro_batch, "sequence_index")
-    has_tokens = mask is not None and mask.shape == values.shape
+    has_tokens = torch.is_tensor(mask) and mask.shape == values.shape
     if has_tokens:
-        is_bad = is_bad & mask
+        is_bad = is_bad & mask.to(is_bad)  # a user's mask may hold numbers, or lie elsewhere
     places = is_bad.reshape(-1).nonzero().reshape(-1).tolist()
     if not places or (name == "entropy" and values.isnan().all()):  # NaN if the model was asked for none
         return ""

@@ -62,11 +62,12 @@ def test_the_tensor_that_came_in_is_named() -> None:
     assert float(model.weight.detach()) == before
 
 
-def test_a_mapping_and_a_named_tuple_are_read_by_name_and_masked_tokens_are_not() -> None:
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32, torch.int64])
+def test_a_mapping_and_a_named_tuple_are_read_by_name_and_masked_tokens_are_not(kind: torch.dtype) -> None:
     strategy, _ = made()
     batch = {
         "x": torch.tensor([math.nan, 1.0, -1.0, math.nan, math.nan]),
-        "loss_mask": torch.tensor([False, True, True, True, True]),
+        "loss_mask": torch.tensor([False, True, True, True, True]).to(kind),
         "sequence_index": torch.tensor([0, 0, 1, 1, 1]),
     }
     found = strategy.train_batch([batch], lambda out, batch: out.scores[1:].mean(), lambda batch: 4)
