@@ -42,11 +42,16 @@ class DDPStrategy(TorchStrategy):
 
     @torch.no_grad()
     def reduce_gradients(self, model: nn.Module, parameters: list[Tensor]) -> None:
-        """Averages gradients in the optimizer's order; unlike the backward's order, it is the same on every rank."""
+        """Averages gradients in the optimizer's order; unlike the backward's order, it is the same on every rank.
+
+        A gradient that no rank has stays None, or momentum and weight decay would move its parameter.
+        """
         if self.comm.world == 1:
             return
+        is_used = self.comm.all_reduce(torch.tensor([item.grad is not None for item in parameters]).int(), "max")
+        parameters = [item for item, used in zip(parameters, is_used.tolist(), strict=True) if used]
         for parameter in parameters:
-            if parameter.grad is None:  # used by another rank's samples, perhaps
+            if parameter.grad is None:  # used by another rank's samples
                 parameter.grad = torch.zeros_like(parameter)
         named = ((str(index), parameter) for index, parameter in enumerate(parameters))
         for bucket in buckets(named, lambda parameter: parameter.nbytes, _BUCKET_BYTES):
