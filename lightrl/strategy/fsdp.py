@@ -183,8 +183,11 @@ def _summary(batch: Any) -> tuple[Any, ...] | None:
 
 
 def _named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Returns parameters and all buffers, even non-persistent ones, since to_empty leaves garbage in all of them."""
-    return [*sorted(model.named_parameters()), *sorted(model.named_buffers())]
+    """Returns parameters and all buffers, even non-persistent ones, since to_empty leaves garbage in all of them.
+
+    One that several modules share is returned under each name, since to_empty makes one for each.
+    """
+    return [*sorted(model.named_parameters()), *sorted(model.named_buffers(remove_duplicate=False))]
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:

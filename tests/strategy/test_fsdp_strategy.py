@@ -1,7 +1,12 @@
 """FSDP under the contract of all strategies; its options and four ranks train alike."""
 
-import pytest
+from collections.abc import Iterator
 
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightrl.strategy.fsdp import FSDPStrategy
 from lightrl.testing import StrategyContract, StrategyParity
 from lightrl.testing.strategy_parity import FEW_VARIANTS
 
@@ -83,3 +88,33 @@ class TestTensorAndSequenceParallel(StrategyParity):
     flags = ("--sp_size", "2", "--tp_size", "2")
     world_sizes = (4,)
     variants = FEW_VARIANTS
+
+
+@pytest.fixture
+def alone() -> Iterator[FSDPStrategy]:
+    strategy = FSDPStrategy(0, 0.0, 1, 1)
+    strategy.setup_distributed()
+    yield strategy
+    strategy.close()
+
+
+class OneBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(1, 1, bias=False)])
+        nn.init.zeros_(self.blocks[0].weight)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        result: Tensor = self.blocks[0](batch)
+        return result
+
+
+def test_a_buffer_that_modules_share_keeps_its_values_under_each_name(alone: FSDPStrategy) -> None:
+    model, shared = OneBlock(), torch.arange(3.0)
+    for name in ("first", "second"):
+        model.register_buffer(name, shared, persistent=False)
+    model.blocks[0].register_buffer("third", shared)
+    buffers = dict(alone.prepare_model(model).named_buffers(remove_duplicate=False))
+    assert {name: buffer.tolist() for name, buffer in buffers.items()} == {
+        name: [0.0, 1.0, 2.0] for name in ("first", "second", "blocks.0.third")
+    }

@@ -22,13 +22,14 @@ def broadcast_from_main(model: nn.Module, device: torch.device, comm: Comm) -> N
 def broadcast_buffers(model: nn.Module, device: torch.device, comm: Comm) -> None:
     """Broadcasts all buffers, even those that no checkpoint holds, such as rotary frequencies.
 
-    In a model that was on the meta device, they contain garbage.
+    In a model that was on the meta device, they contain garbage. One that several modules share there becomes several,
+    so it is broadcast once for each name.
     """
     for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             real = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
             module._buffers[name] = real
-    for _, buffer in sorted(model.named_buffers()):
+    for _, buffer in sorted(model.named_buffers(remove_duplicate=False)):
         comm.broadcast_tensor(buffer)
 
 
