@@ -328,15 +328,14 @@ class StrategyBase(ForeignNames, ABC):
             return token_logprobs(self, data, model)
         chosen = model if model is not None else self.trained.entry(None).model
         was_training = chosen.training
-        chosen.eval()
         batches, mine = self.group_batches(data)
-        outputs = []
-        for index, micro_batch in enumerate(self._equal(batches)[0]):
-            output = chosen(micro_batch)
-            outputs += [output] if index in mine else []
-        self.after_forward_only(chosen)
-        chosen.train(was_training)
-        return outputs
+        try:
+            chosen.eval()
+            passes = enumerate(chosen(micro_batch) for micro_batch in self._equal(batches)[0])
+            return [output for index, output in passes if index in mine]
+        finally:
+            self.after_forward_only(chosen)
+            chosen.train(was_training)
 
     def keep_average(self, model: nn.Module, decay: float) -> None:
         """Averages the model's weights after each optimizer step from now on, and in checkpoints of the model."""

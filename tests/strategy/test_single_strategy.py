@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from lightrl.config import StrategyOptions
 from lightrl.strategy.torch_native import SingleStrategy
@@ -36,3 +37,10 @@ def test_no_loss_is_read_before_the_last_micro_batch_has_been_started(monkeypatc
     monkeypatch.setattr(strategy, "backward", noted_backward)
     strategy.train_batch(batches, loss_fn, lambda batch: 1.0)
     assert events[:6] == ["backward"] * 3 + ["read"] * 3
+
+
+def test_a_forward_that_fails_leaves_the_model_in_training_mode() -> None:
+    strategy, model = SingleStrategy(0, 0.0, 1, 1), nn.Linear(2, 1)
+    with pytest.raises(RuntimeError, match="shapes"):
+        strategy.forward([torch.ones(1, 3)], model=model)
+    assert model.training
