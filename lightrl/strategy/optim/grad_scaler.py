@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -36,6 +37,8 @@ class GradScaler(UpdateHook):
         self._backoff_factor = backoff_factor
         self._growth_interval = growth_interval
         self._good_steps = 0  # finite steps since the scale last changed
+        # The step of another optimizer must not change the scale of gradients that wait for this one's.
+        self._in_use: WeakKeyDictionary[Optimizer, float] = WeakKeyDictionary()
 
     def get_scale(self) -> float:
         """Returns the factor by which losses are multiplied."""
@@ -65,10 +68,12 @@ class GradScaler(UpdateHook):
         if self.enabled and state:
             self._scale, self._good_steps = state["scale"], int(state["good_steps"])
 
-    def loss_factor(self) -> float:
-        return self._scale
+    def loss_factor(self, optimizer: Optimizer) -> float:
+        """Returns the scale that the optimizer's first loss since its last update had."""
+        return self._in_use.setdefault(optimizer, self._scale)
 
     def after_update(self, optimizer: Optimizer, *, is_finite: bool) -> None:
+        self._in_use.pop(optimizer, None)
         self.update(is_finite)
 
     def state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def hooked_step(
     strategy.trained.require_on_device(model, optimizer)
     if not all(hook.may_update(strategy.comm) for hook in hooks):
         return drop_accumulated(strategy, optimizer, model)
-    divisor = math.prod([hook.loss_factor() * hook.gradient_divisor() for hook in hooks])
+    divisor = math.prod([hook.loss_factor(optimizer) * hook.gradient_divisor() for hook in hooks])
     step = strategy.update(trained, divisor)
     for hook in hooks:
         hook.after_update(optimizer, is_finite=not step.skipped)

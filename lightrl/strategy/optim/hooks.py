@@ -17,8 +17,8 @@ HOOKS = "update_hooks"  # the attribute of an optimizer that lists its hooks; ab
 class UpdateHook:
     """An optional feature, such as a weight average; a subclass overrides the moments that it needs."""
 
-    def loss_factor(self) -> float:
-        """Returns a factor by which losses are multiplied and gradients divided."""
+    def loss_factor(self, optimizer: Optimizer) -> float:
+        """Returns a factor by which losses are multiplied and gradients divided, the same until after_update()."""
         return 1.0
 
     def gradient_divisor(self) -> float:

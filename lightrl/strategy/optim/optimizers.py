@@ -85,7 +85,7 @@ class TrainedModels:
 
     def loss_factor(self, optimizer: Optimizer) -> float:
         """Returns the factor of a loss in addition to its weight; an update divides the gradients by it."""
-        return math.prod([hook.loss_factor() for hook in self.hooks_of(optimizer)])
+        return math.prod([hook.loss_factor(optimizer) for hook in self.hooks_of(optimizer)])
 
     def rates(self, optimizer: Optimizer) -> list[float]:
         """Returns the learning rate of each parameter group for the update to come."""

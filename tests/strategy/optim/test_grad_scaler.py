@@ -81,3 +81,17 @@ def test_a_checkpoint_keeps_the_scale_and_its_good_steps(tmp_path: Path) -> None
     second, model = scaled(8.0)
     second.load_ckpt(model, str(tmp_path))
     assert second.grad_scaler.state_dict() == {"scale": 512.0, "good_steps": 1.0}
+
+
+def test_the_step_of_one_model_leaves_the_scale_of_the_gradients_of_another() -> None:
+    strategy, models = SingleStrategy(0, 0.0, 1, 1), [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    scaler = strategy.build_grad_scaler(True, init_scale=8.0)
+    first, second = (torch.optim.SGD(model.parameters(), lr=1.0) for model in models)
+    strategy.backward(models[0](torch.ones(1, 1)).sum(), models[0], first)
+    strategy.backward(models[1](torch.full((1, 1), float("inf"))).sum(), models[1], second)
+    assert strategy.optimizer_step(second, models[1], None).skipped
+    assert scaler.get_scale() == 4.0
+    assert strategy.optimizer_step(first, models[0], None).grad_norm == 1.0  # 8 / 8
+    strategy.backward(models[0](torch.ones(1, 1)).sum(), models[0], first)
+    assert models[0].weight.grad is not None
+    assert float(models[0].weight.grad) == 4.0
