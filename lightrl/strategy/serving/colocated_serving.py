@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -279,7 +279,7 @@ class Canary:
         ours = self._logprobs(model, [completion for _, completion in scored], encoded, comm.device)
         largest = float(comm.all_reduce(_difference(ours, completions, dtype), "max"))
         if largest > _ALLOWED[dtype]:
-            raise _differs(engine.version, largest, _ALLOWED[dtype])
+            _refuse_weights(engine, largest, _ALLOWED[dtype])
         return largest
 
     def _usable(self, model: nn.Module) -> list[EnginePrompt]:
@@ -303,8 +303,9 @@ class Canary:
         return results
 
 
-def _differs(version: int | None, largest: float, allowed: float) -> WeightSyncError:
-    return WeightSyncError(
+def _refuse_weights(engine: ColocatedEngine, largest: float, allowed: float) -> NoReturn:
+    version, engine.version = engine.version, None  # such weights must not generate
+    raise WeightSyncError(
         f"After the weight sync to version {version} a logprob of the engine differs from the trainer's by "
         f"{largest:.3g} ({allowed:g} is allowed), though every parameter was handed over as the trainer has it: the "
         "engine serves a cache of older weights, or computes something else."

@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from lightrl.engines.base import Completion, EnginePrompt
+from lightrl.config import StrategyOptions
+from lightrl.engines.base import Completion, EnginePrompt, WeightSyncError
+from lightrl.strategy.serving import colocated_serving
 from lightrl.strategy.serving.colocated_serving import Canary, _difference
+from lightrl.strategy.torch_native import SingleStrategy
 from lightrl.testing import run_program, run_spmd
+from lightrl.testing.tiny_training import fresh
 
 PROGRAM = Path(__file__).parents[2] / "programs" / "sabotage_program.py"
 
@@ -78,3 +82,19 @@ def test_the_built_in_model_runs_in_bfloat16(tmp_path: Path) -> None:
 def test_a_nan_is_the_largest_difference() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         assert _difference([torch.tensor([-1.0, float("nan")])], [completion(-1.0, -2.0)], dtype) == float("inf")
+
+
+def test_weights_that_the_canary_refuses_are_sent_again_before_they_generate(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = SingleStrategy(0, 1.0, 1, 1, StrategyOptions(exact_batches=True, canary_every=1))
+    strategy.setup_distributed()
+    policy, _ = fresh(strategy)
+    strategy.setup_inference_engine(None, "native", actor=policy)
+    with monkeypatch.context() as patch:
+        patch.setattr(colocated_serving, "_difference", lambda *given: 1.0)
+        for call in (lambda: strategy.sync_weights(policy), lambda: strategy.generate([], [])):
+            with pytest.raises(WeightSyncError, match="differs from the trainer's by 1 "):
+                call()
+    assert strategy.generate([], []) == []
+    assert strategy.engine is not None
+    assert not strategy.engine.needs_weights
+    strategy.close()
