@@ -108,8 +108,9 @@ class PageSteps:
         is_finite = self._strategy.comm.agree(math.isfinite(norm))
         epoch = getattr(scheduler, "last_epoch", None)
         result = self._step(optimizer, model, scheduler, name, **kwargs) if is_finite else None
-        if getattr(scheduler, "last_epoch", None) != epoch:
-            self._strategy.trained.scheduled.add(optimizer)  # so that step_lr_scheduler() does not step it again
+        if getattr(scheduler, "last_epoch", None) != epoch or not is_finite:
+            # So that step_lr_scheduler() does not step it again, nor for an update that was skipped.
+            self._strategy.trained.scheduled.add(optimizer)
         if not is_finite:
             optimizer.zero_grad(set_to_none=True)
         for hook in hooks:

@@ -49,3 +49,17 @@ def test_a_loop_of_the_page_steps_and_hears_what_was_done(kind: type[PageStrateg
     assert optimizer.param_groups[0]["lr"] == 0.5
     assert dict(strategy.full_parameters(model))["weight"].dtype == torch.float32
     assert dict(strategy.full_parameters(model, torch.bfloat16))["weight"].dtype == torch.bfloat16
+
+
+def test_a_skipped_update_does_not_count_in_the_schedule() -> None:
+    strategy, model = PageStrategy(0, 0.0, 1, 1), torch.nn.Linear(1, 1, bias=False)
+    strategy.setup_distributed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    strategy.prepare((model, optimizer, schedule))
+    strategy.backward(model(torch.full((1, 1), float("nan"))).sum(), model, optimizer)
+    assert strategy.optimizer_step(optimizer, model, None).skipped
+    strategy.step_lr_scheduler(model)
+    assert optimizer.param_groups[0]["lr"] == 1.0
+    strategy.step_lr_scheduler(model)
+    assert optimizer.param_groups[0]["lr"] == 0.5
