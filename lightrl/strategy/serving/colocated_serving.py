@@ -236,10 +236,12 @@ class OffloadingServing(ColocatedServing):
         super().wake()
 
     def sleep(self) -> None:
-        """Puts the engine to sleep, then brings the trainer back."""
-        super().sleep()
-        if self.engine is not None:
-            self._residency.return_to_device()
+        """Puts the engine to sleep, then brings the trainer back, even if the engine cannot sleep."""
+        try:
+            super().sleep()
+        finally:
+            if self.engine is not None:
+                self._residency.return_to_device()
 
     def sync_weights(self, model: nn.Module, *, is_new: bool = True) -> SyncReport:
         """Brings the trainer back, whose weights must be read, and sends them."""

@@ -213,6 +213,24 @@ class PlainTrainer:
         pass
 
 
+def test_an_engine_that_cannot_wake_up_wholly_brings_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy, policy = with_engine(offload_while_generating=True)
+    assert strategy.engine is not None
+    wake = strategy.engine.engine.wake
+
+    def refuse(part: Any) -> None:
+        if part == "kv_cache":
+            raise MemoryError
+        wake(part)
+
+    monkeypatch.setattr(strategy.engine.engine, "wake", refuse)
+    with pytest.raises(RuntimeError, match="no memory to wake the engine's kv_cache"):
+        strategy.gather_and_generate(GREEDY, PROMPTS)
+    train(strategy, policy, 0)
+    monkeypatch.undo()
+    assert len(strategy.gather_and_generate(GREEDY, PROMPTS)) == 2
+
+
 def test_a_residency_alone_moves_one_model_and_refuses_its_use_meanwhile() -> None:
     moving, staying, frozen = (torch.nn.Linear(2, 1, bias=False) for _ in range(3))
     optimizer = torch.optim.SGD(moving.parameters(), lr=0.1, momentum=0.9)
