@@ -36,7 +36,6 @@ COVERED_BY = {  # what only means something as a whole, on real ranks, is starte
     "strategy/optim/parameter_kinds.py": "strategy/optim/test_optimizers.py",
     "strategy/results.py": "strategy/test_contract.py",
     "strategy/layout/adapters.py": "strategy/test_lora_training.py",
-    "strategy/layout/materialize.py": "strategy/test_fsdp_strategy.py",
     "strategy/saving/state_reader.py": "strategy/saving/test_state_files.py",
     "strategy/torch_native.py": "strategy/test_contract.py",
     "testing/engine_contract.py": "engines/native/test_native_contract.py",
