@@ -48,13 +48,10 @@ class DDPStrategy(TorchStrategy):
         """
         if self.comm.world == 1:
             return
-        is_used = self.comm.all_reduce(torch.tensor([item.grad is not None for item in parameters]).int(), "max")
-        parameters = [item for item, used in zip(parameters, is_used.tolist(), strict=True) if used]
-        for parameter in parameters:
-            if parameter.grad is None:  # used by another rank's samples
-                parameter.grad = torch.zeros_like(parameter)
         named = ((str(index), parameter) for index, parameter in enumerate(parameters))
         for bucket in buckets(named, lambda parameter: parameter.nbytes, _BUCKET_BYTES):
-            means = self.comm.all_reduce({name: parameter.grad for name, parameter in bucket})
-            for name, parameter in bucket:
-                parameter.grad = means[name]
+            has_gradient = [parameter.grad is not None for _, parameter in bucket]
+            own = {name: torch.zeros_like(item) if item.grad is None else item.grad for name, item in bucket}
+            means = self.comm.all_reduce({**own, "has_gradient": bucket[0][1].new_tensor(has_gradient)})
+            for (name, parameter), share in zip(bucket, means["has_gradient"].tolist(), strict=True):
+                parameter.grad = means[name] if share else None

@@ -144,7 +144,7 @@ class TokenAdvantages:
 def _never_bootstraps(name: str) -> ValueError:
     return ValueError(
         f"--algorithm.truncation bootstrap adds the critic's value after a response that was cut off, which "
-        f"--algorithm.advantage {name} does not read. Use gae (with lam=1 in place of returns_to_go), or leave it out."
+        f"--algorithm.advantage {name} does not read. Use gae, or leave it out."
     )
 
 
