@@ -51,6 +51,12 @@ def option(default: T, *, resume: Resume = "fixed", check: Check | None = None, 
     return dataclasses.field(default=default, metadata={"resume": resume, "check": check, "allowed": allowed})
 
 
+def check_needed(name: str, switch: str, config: Any) -> None:
+    """Raises ValueError for an option that does nothing while another one of its section is off; both in full."""
+    if not getattr(config, switch.rpartition(".")[2]):
+        raise ValueError(f"--{name} does nothing without --{switch}: give both or neither.")
+
+
 def section(kind: Callable[[], T], *, resume: Resume = "fixed", check: Check | None = None) -> T:
     """Declares a group of options; resume="free" holds for all of them, and check is called if one was given."""
     return dataclasses.field(default_factory=kind, metadata={"resume": resume, "check": check})

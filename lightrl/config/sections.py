@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
-from lightrl.config.options import named_values, option
+from lightrl.config.options import check_needed, named_values, option
 from lightrl.config.profile_option import profiled_steps
 from lightrl.config.sharing import check_sharing
 
@@ -54,21 +55,29 @@ class AlgorithmConfig:
     """Parameters of the correction, such as cap=2 of tis."""
     kl_coef: float = option(0.0, at_least=0)
     """Weight in the loss of the KL penalty to the frozen starting model. 0: load no reference model."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_estimator: Literal["k1", "k2", "k3"] = option(
+        "k3", check=partial(check_needed, "algorithm.kl_estimator", "algorithm.kl_coef")
+    )
     """Estimator of the KL to the reference per token (Schulman 2020)."""
-    kl_gradient: Literal["own", "kl"] = "own"
+    kl_gradient: Literal["own", "kl"] = option(
+        "own", check=partial(check_needed, "algorithm.kl_gradient", "algorithm.kl_coef")
+    )
     """Gradient of the KL penalty. own: the gradient of the estimator. kl: the gradient of the KL itself."""
     kl_target: float = option(0.0, at_least=0)
     """Mean KL per trained token that kl_coef is steered to: after each step it grows while the KL is above the target
     and shrinks while it is below (Ziegler 2019). 0: kl_coef stays as given."""
-    kl_horizon: int = option(10_000, above=0)
+    kl_horizon: int = option(
+        10_000, above=0, check=partial(check_needed, "algorithm.kl_horizon", "algorithm.kl_target")
+    )
     """Number of samples over which a kl_coef with a target can change by a fifth."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus in the loss."""
     entropy_target: float = option(0.0, at_least=0)
     """Mean entropy per trained token below which entropy_coef grows by entropy_step after each step; above it the
     coefficient shrinks and is not applied (Skywork-OR1). 0: entropy_coef stays as given."""
-    entropy_step: float = option(0.005, above=0)
+    entropy_step: float = option(
+        0.005, above=0, check=partial(check_needed, "algorithm.entropy_step", "algorithm.entropy_target")
+    )
     """Change per step of an entropy_coef with a target."""
     old_logprobs: Literal["recompute", "engine"] = "recompute"
     """Source of the ratio's denominator. recompute: the trainer's own forward before the update. engine: the logprobs
@@ -207,11 +216,20 @@ class DynamicSamplingConfig:
     enabled: bool = False
     """Drop groups whose rewards are all equal and sample more prompts, in rounds, until there are num_prompts groups
     (DAPO)."""
-    max_rounds: int = option(5, at_least=1)
+    max_rounds: int = option(
+        5, at_least=1, check=partial(check_needed, "dynamic_sampling.max_rounds", "dynamic_sampling.enabled")
+    )
     """Maximum number of rounds in a step. After the last one the step learns from the groups it has, even if none."""
-    oversample: float = option(1.5, at_least=1, at_most=100)
+    oversample: float = option(
+        1.5,
+        at_least=1,
+        at_most=100,
+        check=partial(check_needed, "dynamic_sampling.oversample", "dynamic_sampling.enabled"),
+    )
     """Number of prompts that a round samples for each missing group."""
-    carry_over: int = option(1, at_least=0)
+    carry_over: int = option(
+        1, at_least=0, check=partial(check_needed, "dynamic_sampling.carry_over", "dynamic_sampling.enabled")
+    )
     """Maximum number of steps that a surplus group is kept for a later batch. 0: drop surplus groups. The ratio of its
     tokens is to the policy that sampled them."""
 
@@ -223,16 +241,11 @@ class OverlongConfig:
     buffer: int = option(0, at_least=0)
     """Number of tokens before max_new_tokens over which a penalty on the reward grows linearly (DAPO). 0: no
     penalty."""
-    penalty: float = option(1.0, above=0)
+    penalty: float = option(1.0, above=0, check=partial(check_needed, "overlong.penalty", "overlong.buffer"))
     """Penalty subtracted from the reward of a response that reaches max_new_tokens."""
     mask_truncated: bool = False
     """Leave out of the loss the responses that max_new_tokens cut off. Their rewards still count in the means of their
     groups."""
-
-    def check(self) -> None:
-        """Raises ValueError for a penalty that is never applied."""
-        if self.penalty != 1 and not self.buffer:
-            raise ValueError("--overlong.penalty does nothing without --overlong.buffer.")
 
     def check_buffer(self, longest: int, *, has_episodes: bool) -> None:
         """Raises ValueError for a buffer that is longer than a response, or where an episode has several."""
