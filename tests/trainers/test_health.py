@@ -171,9 +171,8 @@ def test_the_step_after_which_a_run_stopped_is_repeated_to_the_bit(
     trainer = train(
         "run",
         health=GroupHealthConfig(max_bad_steps=3, max_mismatch=0.0, min_entropy=100.0),
-        dynamic_sampling=DynamicSamplingConfig(
-            enabled=draws_more, oversample=2.0
-        ),  # half of the groups is learned from
+        # Half of the groups that it draws is learned from.
+        dynamic_sampling=DynamicSamplingConfig(enabled=True, oversample=2.0) if draws_more else DynamicSamplingConfig(),
     )
     with pytest.raises(UnhealthyRunError):
         trainer.fit()
