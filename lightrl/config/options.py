@@ -52,7 +52,7 @@ def option(default: T, *, resume: Resume = "fixed", check: Check | None = None, 
 
 
 def check_needed(name: str, switch: str, config: Any) -> None:
-    """Raises ValueError for an option that does nothing while another one of its section is off; both in full."""
+    """Raises ValueError if the switch, another option of the section, is off, so that this one does nothing."""
     if not getattr(config, switch.rpartition(".")[2]):
         raise ValueError(f"--{name} does nothing without --{switch}: give both or neither.")
 

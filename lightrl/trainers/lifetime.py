@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from glob import glob
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -325,7 +326,8 @@ def _remove_torchrun_folder() -> None:
     """
     folders = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", "")).parents
     if len(folders) > 3 and folders[3].name.startswith("torchelastic_"):
-        for folder in (*folders[1].glob("*"), *folders[1:4]):
+        # Unlike Path.glob, this finds nothing if another rank removes the folder meanwhile.
+        for folder in (*map(folders[1].joinpath, glob("*", root_dir=folders[1])), *folders[1:4]):
             with suppress(OSError):
                 folder.rmdir()
 

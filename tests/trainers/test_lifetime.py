@@ -3,6 +3,7 @@
 import os
 import pty
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -163,6 +164,25 @@ def test_files_in_the_folder_of_torchrun_stay(tmp_path: Path, monkeypatch: pytes
     assert not list(tmp_path.iterdir())
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
     lifetime._remove_torchrun_folder()
+
+
+def test_another_rank_may_remove_the_folder_of_torchrun_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "torchelastic_x" / "none_y" / "attempt_0" / "0"
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
+    scandir = os.scandir
+
+    def late(path: Any) -> Any:
+        if "attempt_0" in str(path):
+            shutil.rmtree(tmp_path / "torchelastic_x", ignore_errors=True)
+        return scandir(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", late)
+        lifetime._remove_torchrun_folder()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_failure_elsewhere_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:

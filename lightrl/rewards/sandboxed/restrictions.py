@@ -24,7 +24,7 @@ _NUM_FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # by version; 16 from 5 on
 _READ_FILE, _READ_FOLDER = 1 << 2, 1 << 3
 
 _MAX_THREADS = 64
-_FIRST_REAL_UID = 1_000_000_000  # nobody's
+_FIRST_REAL_UID = 1_000_000_000  # of no user
 _MAX_OPEN_FILES = 64
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -35,7 +35,7 @@ def die_with_parent() -> None:
 
 
 def make_countable() -> None:
-    """Gives a process of root a real user id of its own, if it may: the kernel sets root's no limit of threads."""
+    """Gives a process of root a real user id of its own, if it may: the kernel does not limit the threads of root."""
     if os.geteuid() == 0:
         with suppress(OSError):
             os.setresuid(_FIRST_REAL_UID + int.from_bytes(os.urandom(3), "big"), -1, -1)
