@@ -126,9 +126,9 @@ def rows_of(tensor: Tensor) -> Rows | None:
     if not isinstance(tensor, DTensor):
         return None
     sharded = [axis for axis, placement in enumerate(tensor.placements) if type(placement) is Shard]
-    replicated = [axis for axis, placement in enumerate(tensor.placements) if placement.is_replicate()]
+    num_replicated = sum(placement.is_replicate() for placement in tensor.placements)
     coordinate = tensor.device_mesh.get_coordinate()
-    if len(sharded) != 1 or len(sharded) + len(replicated) != tensor.device_mesh.ndim or coordinate is None:
+    if len(sharded) != 1 or len(sharded) + num_replicated != tensor.device_mesh.ndim or coordinate is None:
         return None
     (axis,) = sharded
     if tensor.placements[axis] != Shard(0):
@@ -138,7 +138,7 @@ def rows_of(tensor: Tensor) -> Rows | None:
     start = min(coordinate[axis] * at_most, length)
     stop = min(start + at_most, length)
     assert tensor.to_local().shape[0] == stop - start, (tensor.to_local().shape, start, stop)
-    return Rows(start, stop, not any(coordinate[axis] for axis in replicated))
+    return Rows(start, stop, _is_first_holder(tensor.device_mesh, tensor.placements))
 
 
 # ---- Shards and wholes -------------------------------------------------------------------------------------------
