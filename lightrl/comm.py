@@ -154,7 +154,7 @@ class Comm:
         """Reduces a tensor, a number or a dict of them over the ranks; the input is not changed.
 
         There is one collective per type. A weight (only with op "mean") gives sum(weight x value) / sum(weight). The
-        mean of integers is a float.
+        mean of integers is a float. Truth values are counted by "sum" and "mean".
         """
         if op not in OPERATIONS:
             raise UnknownReductionError(f"Unknown reduction {op!r}. Choose one of {', '.join(OPERATIONS)}.")
@@ -175,6 +175,7 @@ class Comm:
         """Reduces tensors and numbers of one type in one collective."""
         tensors = [_as_tensor(leaf) for leaf in leaves]
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])  # a copy: the input is never written
+        flat = flat.long() if flat.dtype == torch.bool and op in ("mean", "sum") else flat  # or True + True were True
         self._reduce_in_place(flat, "sum" if op == "mean" else op)
         parts = zip(leaves, tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True)
         reduced = [part.reshape(old.shape) if isinstance(leaf, Tensor) else part.item() for leaf, old, part in parts]
@@ -186,8 +187,7 @@ class Comm:
     def all_gather(self, data: T) -> T:
         """Concatenates along dim 0 in rank order; only lengths may differ. Numbers become a tensor [world]."""
         if isinstance(data, Mapping):
-            gathered_by_key = {key: self.all_gather(data[key]) for key in sorted(data)}
-            return cast(T, {key: gathered_by_key[key] for key in data})
+            return cast(T, map_leaves(self.all_gather, data))
         tensor = _as_tensor(data).detach()
         return cast(T, self._gather_rows(tensor.reshape(1) if tensor.dim() == 0 else tensor))
 

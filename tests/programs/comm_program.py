@@ -37,6 +37,11 @@ def check_all_reduce(comm):
     assert comm.all_reduce(0.5 * rank, "mean") == 0.25
     assert comm.all_reduce(torch.tensor(rank), "max").shape == ()  # 0-d
     assert comm.all_reduce(torch.tensor([1.0], dtype=torch.bfloat16), "sum").dtype == torch.bfloat16
+    flags = torch.tensor([True, rank == 1, False])
+    assert comm.all_reduce(flags, "sum").tolist() == [2, 1, 0]
+    assert comm.all_reduce(flags).tolist() == [1.0, 0.5, 0.0]
+    assert comm.all_reduce(flags, "max").tolist() == [True, True, False]
+    assert comm.all_reduce(flags, "max").dtype == torch.bool
     # Ranks that fill their dict in another order still add like to like.
     data = {"a": rank, "b": {"c": torch.ones(2) * rank}, "d": 1.5}
     data = data if rank == 0 else dict(reversed(data.items()))
