@@ -104,7 +104,7 @@ class RankBoard:
         if self._is_lost:
             return
         try:
-            self._store.set(key, text)
+            self._store.set(key, text.encode(errors="backslashreplace").decode())  # torch refuses lone surrogates
         except RuntimeError:  # the store's host is gone: this rank's own error says more
             self._is_lost = True
 

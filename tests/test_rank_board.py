@@ -1,6 +1,7 @@
 """RankBoard over a dict: what a rank reads of the others."""
 
 import pytest
+from torch.distributed import HashStore
 
 from lightrl.rank_board import RankBoard
 
@@ -58,3 +59,10 @@ def test_a_store_that_is_gone_hides_no_error(monkeypatch: pytest.MonkeyPatch) ->
     board.post_error(ValueError("mine"))
     assert board.errors_of_others() == {}
     assert board.describe_phases().splitlines() == ["rank 0 was in phase 'learn'. Last word of the others:"]
+
+
+def test_an_error_that_is_no_utf_8_is_posted() -> None:
+    """Such as one about a file whose name has other bytes; torch's store takes only UTF-8."""
+    store = HashStore()
+    RankBoard(store, 1, 2).post_error(FileNotFoundError("a\udcff.jsonl"))
+    assert RankBoard(store, 0, 2).errors_now()[1].endswith("FileNotFoundError: a\\udcff.jsonl\n")
