@@ -40,7 +40,7 @@ def load_object(name: str, *, builtin: Mapping[str, str], what: str, example: st
 def _load_own(name: str, builtin: Mapping[str, str], what: str, example: str) -> Any:
     """Loads a user's object; every mistake in its name or error in its module is explained."""
     module_name, _, attribute = name.partition(":")
-    if not (module_name and attribute):
+    if not (module_name and attribute) or module_name.startswith("."):  # ./file.py is no import path
         _raise_unknown(name, builtin, what, example)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

@@ -30,6 +30,7 @@ def test_a_folder_is_no_installed_package(tmp_path: Path, monkeypatch: pytest.Mo
     ("name", "text"),
     [
         ("sampler2", "Unknown thing 'sampler2'. Did you mean sampler\\?.*package.module:MyThing"),
+        ("./mine.py:X", "Unknown thing './mine.py:X'..*package.module:MyThing"),
         ("lightrl.nowhere:X", "there is no module 'lightrl.nowhere'"),
         ("lightrl.data.sampler:X", "module 'lightrl.data.sampler' has no 'X'"),
     ],
