@@ -65,7 +65,8 @@ class CheckpointDirectory:
     def commit(self, step: int, *, is_latest: bool = True) -> Path:
         """Makes the step's files a checkpoint and only then deletes the oldest.
 
-        With is_latest=False only path(step) returns the checkpoint; latest() never does.
+        With is_latest=False latest() never returns the checkpoint, only path(step) does, unless it replaces one that
+        latest() may return: a run that has saved the step twice can still continue from it.
         """
         final = self.root / _step_name(step)
         temporary, replaced = self.root / (_TEMPORARY_PREFIX + final.name), self.root / (_REPLACED_PREFIX + final.name)
@@ -79,6 +80,7 @@ class CheckpointDirectory:
             _flush(path)
         earlier = self._complete()
         serial = 1 + max((checkpoint.serial for checkpoint in earlier), default=0)
+        is_latest = is_latest or step in [checkpoint.step for checkpoint in earlier if checkpoint.is_latest]
         save_json(temporary / MARKER_NAME, {"step": step, "serial": serial, "is_latest": is_latest, **manifest})
 
         if final.exists():

@@ -140,6 +140,13 @@ def test_a_side_checkpoint_is_found_by_its_step_only(tmp_path: Path) -> None:
     assert directory.steps() == [1, 3]  # step 1 is what a run would go on from
 
 
+def test_a_side_checkpoint_of_a_step_that_a_run_may_continue_takes_its_place(tmp_path: Path) -> None:
+    directory = CheckpointDirectory(tmp_path, keep=3)
+    save(directory, 1)
+    (directory.begin(1) / "file").write_text("x")
+    assert directory.commit(1, is_latest=False) == directory.latest()
+
+
 def test_without_a_count_of_steps_the_next_one_is_past_the_highest(tmp_path: Path) -> None:
     directory = CheckpointDirectory(tmp_path, keep=3)
     assert directory.next_step() == 0
