@@ -14,6 +14,7 @@ _PEER_LOST = (
     "timed out",
     "NCCL",
     "Broken pipe",
+    "pair closure",  # Gloo's connections are closed once a collective has timed out
     "Socket Timeout",
 )
 

@@ -215,6 +215,7 @@ def check_timeout(comm):
     time.sleep(0.5)
     with comm.phase("learn"):
         expect(RankError, "rank 0 gave up in a decision of all ranks during phase 'learn'", comm.barrier)
+        expect(RankError, "rank 0 gave up in all_gather_object", lambda: comm.all_gather_object(0))  # and from then on
 
 
 def check_error_in_a_collective(comm):
