@@ -21,6 +21,10 @@ def test_two_ranks(which: str) -> None:
     assert "all checked" in run_spmd(PROGRAM, which, world_size=2, timeout_s=90, torchrun=True)
 
 
+def test_mistakes_of_two_ranks_in_three() -> None:
+    assert "all checked" in run_spmd(PROGRAM, "mistakes", world_size=3, timeout_s=90)
+
+
 def test_a_world_of_one_needs_no_process_group() -> None:
     comm = Comm()
     tensor = torch.tensor([1.0, 2.0])

@@ -1,10 +1,11 @@
-"""Calls every collective of lightrl.comm on 2 ranks, and shows how errors travel."""
+"""Calls every collective of lightrl.comm on 2 ranks, and shows how errors travel between 2 or 3."""
 
 import pickle
 import sys
 import time
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 
 import torch
 from torch.testing import assert_close
@@ -52,6 +53,15 @@ def check_all_reduce(comm):
     assert list(reduced) == list(data)
     # (1 x 10 + 3 x 20) / (1 + 3) = 17.5
     assert comm.all_reduce(10.0 * (rank + 1), "mean", weight=1.0 + 2 * rank) == 17.5
+    # Also of a dict: (1 x 1 + 3 x 1) / 4 = 1 and (1 x 0 + 3 x 4) / 4 = 3
+    values = {"x": 10.0 * (rank + 1), "y": torch.tensor([1.0, 4.0 * rank])}
+    weighted = comm.all_reduce(values, weight=1.0 + 2 * rank)
+    assert (weighted["x"], weighted["y"].tolist()) == (17.5, [1.0, 3.0])
+    expect(UnknownReductionError, "needs the reduction 'mean'", lambda: comm.all_reduce(1.0, "sum", weight=1.0))
+    assert comm.all_reduce(rank) == 0.5  # (0 + 1) / 2
+    assert comm.all_reduce({"a": torch.tensor([2 * rank + 1]), "b": torch.tensor([2.5])})["a"].tolist() == [2.0]
+    assert not comm.all_reduce(torch.ones(1, requires_grad=True), "sum").requires_grad
+    expect(TypeError, "not str", lambda: comm.all_reduce("text"))
     error = expect(ValueError, "Choose one of mean, sum, max, min", lambda: comm.all_reduce(1.0, "average"))
     assert isinstance(error, AssertionError)
     assert isinstance(error, UnknownReductionError)
@@ -69,6 +79,31 @@ def check_all_gather(comm):
     gathered = comm.all_gather({"x": torch.arange(rank + 1)})
     assert gathered["x"].tolist() == [0, 0, 1]
     assert comm.all_gather(torch.zeros(0, 4)).shape == (0, 4)
+    assert not comm.all_gather(torch.ones(1, requires_grad=True)).requires_grad
+
+
+def check_broadcast_and_groups(comm):
+    tensor = torch.tensor([comm.rank])
+    comm.broadcast_tensor(tensor, source=1)
+    assert tensor.tolist() == [1]
+    assert comm.new_groups(1) is None
+    assert comm.all_gather_object(comm.rank, comm.new_groups(2)) == [0, 1]
+    expect(ValueError, "Groups of 3 ranks do not divide a world of 2", lambda: comm.new_groups(3))
+    expect(ValueError, "Groups of 0 ranks do not divide", lambda: comm.new_groups(0))
+
+
+def check_errors_of_collectives(comm):
+    """An error that no other rank has caused is left as it is."""
+    short = torch.ones(1, dtype=torch.int16)  # a type that Gloo does not add up
+    assert type(expect(RuntimeError, "Invalid scalar type", lambda: comm.all_reduce(short, "sum"))) is RuntimeError
+
+
+def check_a_group_of_somebody_else(comm):
+    """It is used again, and left open."""
+    again = connect(torch.device("cpu"), timedelta(seconds=60))
+    assert again.all_reduce(again.rank + 1, "sum") == 3
+    again.close()
+    assert comm.all_reduce(1, "sum") == 2
 
 
 def check_sizes_of_objects(comm):
@@ -234,6 +269,43 @@ def check_error_in_a_collective(comm):
     else:
         error = expect(RankError, "rank 1 failed in phase 'learn'", body)
         assert "ZeroDivisionError: the loss" in str(error)
+        assert comm.has_failed_elsewhere()
+        assert not comm._board._has("lightrl/error/0")  # rank 0 has made no error itself
+        check_what_the_other_still_raises(comm)
+
+
+def check_what_the_other_still_raises(comm):
+    """The error of the rank that left, unless this rank has one of its own, which it posts."""
+
+    def body(**when):
+        with comm.phase("alone", **when):
+            pass
+
+    expect(RankError, "rank 1 failed in phase 'alone'", partial(body, local=True))
+    expect(RankError, "rank 1 failed in phase 'alone'", partial(body, late=LookupError))
+
+    def failing():
+        with comm.phase("alone", local=True):
+            raise KeyError("my own")
+
+    error = expect(KeyError, "my own", failing)
+    assert "rank 1 failed" in str(error.__cause__)
+    assert comm._board._has("lightrl/error/0")
+
+
+def check_errors_of_two_of_three(comm):
+    def fail(*errors):
+        with comm.phase("data", local=True):
+            if comm.rank:
+                raise errors[comm.rank - 1]
+
+    kinds = {1: ValueError, 2: OSError}
+    error = expect(kinds.get(comm.rank, RankError), "", lambda: fail(ValueError("no prompt"), OSError("no file")))
+    assert comm.rank or error.mistake == "rank 1: no prompt"
+    kinds = {1: ValueError, 2: KeyError}
+    error = expect(kinds.get(comm.rank, RankError), "", lambda: fail(ValueError("no prompt"), KeyError("a bug")))
+    assert comm.rank or "rank 1, 2 failed in phase 'data'" in str(error)
+    assert comm.rank or error.mistake == ""  # a bug is nothing that a user can correct
 
 
 def check_join_again(comm):
@@ -257,11 +329,21 @@ if __name__ == "__main__":
         check_timeout(comm)
     elif which == "error":
         check_error_in_a_collective(comm)
+    elif which == "mistakes":
+        check_errors_of_two_of_three(comm)
     elif which == "again":
         check_join_again(comm)
     else:
-        for check in (check_all_reduce, check_all_gather, check_objects, check_statistics, check_local_error):
+        for check in (
+            check_all_reduce,
+            check_all_gather,
+            check_broadcast_and_groups,
+            check_objects,
+            check_statistics,
+            check_local_error,
+            check_errors_of_collectives,
+            check_a_group_of_somebody_else,
+        ):
             check(comm)
-        assert connect(torch.device("cpu"), timedelta(seconds=60)).world == 2  # an existing group is used again
     if comm.is_main:
         print("all checked")
