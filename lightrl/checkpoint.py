@@ -235,7 +235,7 @@ def resolve_checkpoint(load_dir: Path, tag: str | None) -> Path | None:
 
     Without a tag it returns the newest of all that a run may resume from, or None if there is none.
     """
-    if tag is None:
+    if not tag:
         latest = [folder.latest() for folder in (CheckpointDirectory(load_dir, keep=1), *_tag_folders(load_dir))]
         return max((path for path in latest if path is not None), key=_commit_time, default=None)
     path = TaggedCheckpoint(load_dir / tag, keep=1).newest()

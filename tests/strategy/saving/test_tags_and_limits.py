@@ -64,6 +64,15 @@ def test_tags_and_untagged_checkpoints_are_counted_apart(tmp_path: Path) -> None
     assert strategy.load_ckpt(model, str(tmp_path), "step-000002")[1] == {"step": 2}
 
 
+def test_an_empty_tag_is_none(tmp_path: Path) -> None:
+    strategy, model = started()
+    assert strategy.load_ckpt(model, str(tmp_path), "") == (None, None)
+    for step, is_latest in ((1, True), (2, False)):
+        strategy.set_global_step(step)
+        strategy.save_ckpt(model, str(tmp_path), "", client_state={"step": step}, save_latest=is_latest)
+    assert strategy.load_ckpt(model, str(tmp_path), "")[1] == {"step": 1}
+
+
 @pytest.mark.parametrize("tag", ["../elsewhere", "a/b", "/tmp/a", "..", ".hidden", "latest", "COMPLETE", "step-000002"])
 def test_a_tag_that_is_no_name_beside_the_checkpoints_is_refused(tag: str, tmp_path: Path) -> None:
     strategy, model = started()
