@@ -17,13 +17,24 @@ from lightrl.comm import Comm
 from lightrl.data.sampler import ResumableSampler
 from lightrl.metrics import memory_in_use
 from lightrl.strategy.foreign_models import require_world
+from lightrl.trees import leaves_of, rebuilt
 
 logger = logging.getLogger(__name__)
 
 
 def reduced(comm: Comm, data: Any, op: str) -> Any:
     """Reduces tensors, numbers, NumPy values, and lists, tuples and dicts of them; the result has the same types."""
-    return _as_given(data, comm.all_reduce(_plain(data), op))
+    return _as_given(data, comm.all_reduce(_alike(comm, _plain(data)), op))
+
+
+def _alike(comm: Comm, plain: Any) -> Any:
+    """Makes an integer a float if another rank has a float there, such as 0 for a sum of none: bits would be added."""
+    leaves = leaves_of(plain)
+    if comm.world == 1 or all(map(torch.is_tensor, leaves)):
+        return plain
+    has_float = comm.all_reduce(torch.tensor([isinstance(leaf, float) for leaf in leaves]), "max").tolist()
+    pairs = zip(leaves, has_float, strict=True)
+    return rebuilt(plain, (float(leaf) if found and isinstance(leaf, int) else leaf for leaf, found in pairs))
 
 
 def gathered(comm: Comm, data: Any) -> Any:
