@@ -6,13 +6,14 @@ Engines and exports get the weights with the adapters merged, under their plain 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -23,6 +24,7 @@ from lightrl.seeding import mix_seed
 ADAPTER = "default"  # peft's name for the only adapter of a model, part of parameter names
 _PEFT_PREFIX = "base_model.model."  # before every name in an adapter's file
 WEIGHTS_FILE = "adapter_model.safetensors"
+_MOST_NAMED = 3
 _STREAM = 11  # separates the random draw of adapters from all others of the same seed
 
 
@@ -70,11 +72,13 @@ def add_adapters(model: nn.Module, options: LoraConfig, *, seed: int, trained: S
         try:
             inject_adapter_in_model(config, model, ADAPTER, low_cpu_mem_usage=is_meta)
         except ValueError as error:  # no module has such a name
+            if options.path:
+                raise ValueError(f"--lora.path {options.path} does not fit the model: {error}") from error
             raise ValueError(
                 f"--lora.target_modules {' '.join(options.target_modules)}: {error} It has, for example, "
                 f"{', '.join(sorted({name.rpartition('.')[2] for name in _inner_linear_layers(model)}))}."
             ) from error
-    check_layers(model, "--lora.target_modules")
+    check_layers(model, f"--lora.path {options.path}" if options.path else "--lora.target_modules")
     config.exclude_modules, config.modules_to_save = None, list(trained) or None
     for name in trained:
         model.get_submodule(name).requires_grad_(True)
@@ -126,7 +130,10 @@ def read_config(path: str, option: str, *, files: Sequence[str] = ("adapter_conf
     for name in files:
         if not (Path(path) / name).is_file():
             raise FileNotFoundError(f"{option} is no adapter that peft saved: it has no {name}.")
-    config = PeftConfig.from_pretrained(path)
+    try:
+        config = PeftConfig.from_pretrained(path)
+    except Exception as error:  # peft turns the entries of the file into arguments, and lets any of them fail
+        raise ValueError(f"{option}: its adapter_config.json cannot be read: {error}") from error
     if config.peft_type != "LORA":
         raise ValueError(f"{option} is an adapter of type {config.peft_type}; only LORA is known.")
     if config.use_dora or config.bias != "none" or config.lora_bias:
@@ -162,16 +169,36 @@ def check_layers(model: nn.Module, option: str) -> None:
 
 def _load_weights(model: nn.Module, folder: Path) -> None:
     parameters = {file_name(name): parameter for name, parameter in trained_parameters(model)}
+    check_weights_file(folder, f"--lora.path {folder}", parameters)
     saved = load_file(folder / WEIGHTS_FILE)
-    missing, unknown = sorted(set(parameters) - set(saved)), sorted(set(saved) - set(parameters))
-    if missing or unknown:
-        raise ValueError(
-            f"--lora.path {folder} does not fit the model: missing {missing[:3] or 'nothing'}, "
-            f"unknown {unknown[:3] or 'nothing'}."
-        )
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(saved[name])
+
+
+def check_weights_file(folder: Path, option: str, parameters: Mapping[str, Tensor]) -> None:
+    """Raises ValueError unless an adapter's file has exactly these tensors, by their names in it."""
+    wanted = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    try:
+        with safe_open(folder / WEIGHTS_FILE, "pt") as file:
+            found = {name: tuple(file.get_slice(name).get_shape()) for name in list(file.keys())}
+    except SafetensorError as error:
+        raise ValueError(f"{option}: its {WEIGHTS_FILE} cannot be read: {error}") from error
+    unlike = [name for name in sorted(wanted.keys() & found.keys()) if found[name] != wanted[name]]
+    faults = {
+        "missing": sorted(wanted.keys() - found.keys()),
+        "unknown": sorted(found.keys() - wanted.keys()),
+        "misshapen": [f"{name} {found[name]} instead of {wanted[name]}" for name in unlike],
+    }
+    if any(faults.values()):
+        described = "; ".join(f"{fault} {_first(names)}" for fault, names in faults.items() if names)
+        raise ValueError(f"{option} does not fit the model: {described}.")
+
+
+def _first(names: Iterable[str]) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - _MOST_NAMED} more" if len(listed) > _MOST_NAMED else ""
+    return ", ".join(listed[:_MOST_NAMED]) + more
 
 
 # ---- Inspecting --------------------------------------------------------------------------------------------------

@@ -7,12 +7,12 @@ the layers, ranks and scales are those that peft would use.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from lightrl.models.lora import (
@@ -21,6 +21,7 @@ from lightrl.models.lora import (
     Adapter,
     adapters_of,
     check_layers,
+    check_weights_file,
     file_name,
     read_config,
     trained_parameters,
@@ -40,7 +41,6 @@ _MORE_THAN_FACTORS = (
     "use_qalora",
 )
 _DRAWS = ("gaussian", "eva", "orthogonal")  # values of init_lora_weights that leave the adapted weights unchanged
-_MOST_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def _described(name: str, folder: str, model: nn.Module) -> dict[str, Adapter]:
     """Returns the adapters in a folder, without values, by the weight to which each is added, if they fit the model."""
     option = _option(name, folder)
     host = _injected(read_config(folder, option), option, model)
-    _check_file(Path(folder), option, dict(trained_parameters(host)))
+    check_weights_file(Path(folder), option, {file_name(name): item for name, item in trained_parameters(host)})
     return adapters_of(host)
 
 
@@ -125,30 +125,6 @@ def _require_factors_alone(config: Any, option: str) -> None:
             f"{option} asks for {', '.join(asked)}, which engines do not apply. Save it as plain LoRA: factors beside "
             "linear layers, and nothing else."
         )
-
-
-def _check_file(folder: Path, option: str, parameters: Mapping[str, Tensor]) -> None:
-    wanted = {file_name(name): tuple(parameter.shape) for name, parameter in parameters.items()}
-    try:
-        with safe_open(folder / WEIGHTS_FILE, "pt") as file:
-            found = {name: tuple(file.get_slice(name).get_shape()) for name in list(file.keys())}
-    except SafetensorError as error:
-        raise ValueError(f"{option}: its {WEIGHTS_FILE} cannot be read: {error}") from error
-    unlike = [name for name in sorted(wanted.keys() & found.keys()) if found[name] != wanted[name]]
-    faults = {
-        "missing": sorted(wanted.keys() - found.keys()),
-        "unknown": sorted(found.keys() - wanted.keys()),
-        "misshapen": [f"{name} {found[name]} instead of {wanted[name]}" for name in unlike],
-    }
-    if any(faults.values()):
-        described = "; ".join(f"{fault} {_first(names)}" for fault, names in faults.items() if names)
-        raise ValueError(f"{option} does not fit the model: {described}.")
-
-
-def _first(names: Iterable[str]) -> str:
-    listed = list(names)
-    more = f" and {len(listed) - _MOST_NAMED} more" if len(listed) > _MOST_NAMED else ""
-    return ", ".join(listed[:_MOST_NAMED]) + more
 
 
 def _option(name: str, folder: str) -> str:

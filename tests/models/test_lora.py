@@ -240,8 +240,21 @@ def test_an_adapter_that_cannot_be_merged_is_refused(tmp_path: Path) -> None:
 
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     saved_by_peft(tmp_path)
+    begin = rf"--lora\.path {tmp_path} does not fit the model: "
+    wider = Qwen3Config(**{**SHAPE, "hidden_size": 24}, head_dim=8)
+    for config, text in ((wider, r"misshapen .* instead of \("), (CONFIGS["gpt2_transposed"], "Target modules")):
+        with pytest.raises(ValueError, match=begin + text):
+            lora.add_adapters(made_of(config), LoraConfig(path=str(tmp_path)), seed=0)
     save_file({"base_model.model.x.lora_A.weight": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match=r"unknown \['base_model.model.x.lora_A.weight'\]"):
+    with pytest.raises(ValueError, match=begin + r".*unknown base_model\.model\.x\.lora_A\.weight\."):
+        lora.add_adapters(made_of(CONFIGS["qwen3_tied"]), LoraConfig(path=str(tmp_path)), seed=0)
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
+def test_a_damaged_adapter_is_named(tmp_path: Path, name: str) -> None:
+    saved_by_peft(tmp_path)
+    (tmp_path / name).write_bytes(b"{")
+    with pytest.raises(ValueError, match=rf"--lora\.path {tmp_path}: its {name} cannot be read: "):
         lora.add_adapters(made_of(CONFIGS["qwen3_tied"]), LoraConfig(path=str(tmp_path)), seed=0)
 
 
