@@ -27,7 +27,7 @@ class ExampleFields:
     response: str = "response"
     chosen: str = "chosen"
     rejected: str = "rejected"
-    margin: str = "margin"
+    margin: str = ""  # read no margins
     media: tuple[str, ...] = ("images", "videos")  # refused: these trainers learn from text alone
 
 
@@ -245,7 +245,7 @@ def _messages(value: Any, where: str, field: str) -> Messages:
 def _margin(value: Any, where: str) -> float:
     try:
         margin = 0.0 if value is None else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         margin = math.nan
     if not math.isfinite(margin):
         raise ValueError(f"{where}: the margin is {value!r}. It must be a finite number.")

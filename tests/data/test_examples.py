@@ -137,6 +137,7 @@ def test_pairs_may_have_a_margin() -> None:
         builder.pairs(at({**pair, "gap": "wide"}))
     with pytest.raises(ValueError, match="the margin is nan"):
         builder.pairs(at({**pair, "gap": float("nan")}))
+    assert ExampleBuilder(letters(), ExampleFields()).pairs(at({**pair, "margin": "wide"}))[0].margin == 0  # as in DPO
 
 
 @pytest.mark.parametrize(

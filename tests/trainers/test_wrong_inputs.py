@@ -141,6 +141,10 @@ PAIR_LINES: dict[str, tuple[str, str]] = {
     "a margin that is none": ('{"prompt": "1", "chosen": "2", "rejected": "3", "margin": "x"}', "the margin is 'x'"),
     "an endless margin": ('{"prompt": "1", "chosen": "2", "rejected": "3", "margin": Infinity}', "the margin is inf"),
     "a margin of NaN": ('{"prompt": "1", "chosen": "2", "rejected": "3", "margin": NaN}', "the margin is nan"),
+    "a margin beyond floats": (
+        '{"prompt": "1", "chosen": "2", "rejected": "3", "margin": ' + "9" * 400 + "}",
+        "the margin is 9999",
+    ),
     "a list for a margin": ('{"prompt": "1", "chosen": "2", "rejected": "3", "margin": [1]}', "the margin is [1]"),
 }
 
@@ -175,7 +179,7 @@ def test_a_wrong_line_of_responses_names_its_place(kind: str, tmp_path: Path) ->
 def test_a_wrong_line_of_pairs_names_its_place(kind: str, tmp_path: Path) -> None:
     line, text = PAIR_LINES[kind]
     with refused("data.jsonl:2", text):
-        ExampleBuilder(builtin_tokenizer(), ExampleFields()).pairs(load_records(written(tmp_path, line)))
+        ExampleBuilder(builtin_tokenizer(), ExampleFields(margin="margin")).pairs(load_records(written(tmp_path, line)))
 
 
 @pytest.mark.parametrize(
@@ -226,7 +230,7 @@ FIELDS = ["prompt", "messages", "answer", "response", "chosen", "rejected", "mar
 def test_any_line_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, line: str | bytes) -> None:
     folder = tmp_path_factory.getbasetemp()
     tokenizer = builtin_tokenizer()
-    builder = ExampleBuilder(tokenizer, ExampleFields())
+    builder = ExampleBuilder(tokenizer, ExampleFields(margin="margin"))
     for build in (lambda found: build_prompts(found, tokenizer, max_prompt_tokens=9), builder.responses, builder.pairs):
         try:
             build(load_records(written(folder, line, "any.jsonl")))
