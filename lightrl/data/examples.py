@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightrl.data.json_records import LocatedRecord, Record, field_names
+from lightrl.data.json_records import LocatedRecord, Record, field_names, inner_value
 from lightrl.data.prompts import ChatTemplateUse, require_message, shorten, tokenize_raw
 from lightrl.data.streamed import make_each, select
 from lightrl.records import Answer, Example
@@ -95,7 +95,10 @@ class ExampleBuilder:
         chosen = self._answer(record, where, fields.chosen, "last")
         rejected = self._answer(record, where, fields.rejected, "last")
         return Example(
-            index=index, where=where, answers=(chosen, rejected), margin=_margin(record.get(fields.margin), where)
+            index=index,
+            where=where,
+            answers=(chosen, rejected),
+            margin=_margin(inner_value(record, fields.margin), where),
         )
 
     def _answer(self, record: Record, where: str, field: str, train_on: Literal["all", "last"]) -> Answer:

@@ -12,6 +12,7 @@ from lightrl.algorithms.preference import bradley_terry_terms, pair_mean
 from lightrl.config import RMConfig
 from lightrl.data.example_packing import pair_positions, pair_sequences
 from lightrl.data.examples import ExampleBuilder, ExampleFields
+from lightrl.data.prompts import require_field
 from lightrl.metrics import Statistics
 from lightrl.models.lora import add_adapters
 from lightrl.models.reward_model import HEAD_NAME, check_reward_scores, load_reward_model
@@ -83,6 +84,8 @@ class RMTrainer(Trainer):
 
     def _build_examples(self, records: Sequence[Any]) -> Sequence[Example]:
         data = self.config.data
+        if records is self.run.train_records and data.margin_field != "margin":
+            require_field(records, data.margin_field, "--data.margin_field")
         fields = ExampleFields(
             prompt=data.prompt_field, chosen=data.chosen_field, rejected=data.rejected_field, margin=data.margin_field
         )

@@ -133,6 +133,8 @@ def test_pairs_may_have_a_margin() -> None:
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
     found = builder.pairs(at(pair, {**pair, "gap": 2}, {**pair, "gap": None}))
     assert [example.margin for example in found] == [0.0, 2.0, 0.0]
+    inner = ExampleBuilder(letters(), ExampleFields(margin="gaps.whole"))
+    assert inner.pairs(at({**pair, "gaps": {"whole": 3}}))[0].margin == 3
     with pytest.raises(ValueError, match="data.jsonl:1: the margin is 'wide'"):
         builder.pairs(at({**pair, "gap": "wide"}))
     with pytest.raises(ValueError, match="the margin is nan"):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from lightrl.config import CheckpointConfig, ExampleEvalConfig, OptimConfig, RMConfig
+from lightrl.config import CheckpointConfig, ExampleEvalConfig, MarginPairDataConfig, OptimConfig, RMConfig
 from lightrl.models.reward_model import load_reward_model
 from lightrl.trainers.reward_model import RMTrainer
 
@@ -75,3 +75,9 @@ def test_the_training_is_that_of_plain_pytorch(
 def test_a_rate_of_no_parameter_is_refused(offline_flags: Options) -> None:
     with pytest.raises(ValueError, match="no parameter that trains has lm_head in its name"):
         RMTrainer(RMConfig(**offline_flags("rm") | {"optim": OptimConfig(lr_scales=("lm_head=0.1",))}))
+
+
+def test_a_margin_field_that_no_pair_has_is_refused(offline_flags: Options, tmp_path: Path) -> None:
+    data = MarginPairDataConfig(margin_field="gap")
+    with pytest.raises(ValueError, match=r"No record has the field 'gap' \(--data.margin_field\)"):
+        RMTrainer(RMConfig(**offline_flags("rm"), data=data, output_dir=str(tmp_path / "run")))
