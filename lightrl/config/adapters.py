@@ -47,8 +47,10 @@ def check_adapters(config: Any) -> None:
     """Raises ValueError for a run that cannot have the adapters that it asks for."""
     if config.tp_size > 1:
         raise ValueError(f"--tp_size {config.tp_size} cannot cut adapters. Use --tp_size 1, or leave --lora.* out.")
-    if config.lora.others and not hasattr(config, "rollout_ranks"):
-        raise ValueError("--lora.others are adapters of the engine, and this kind of run has none: leave them out.")
+    if (config.lora.others or config.lora.engine != "auto") and not hasattr(config, "rollout_ranks"):
+        raise ValueError(
+            "--lora.engine and --lora.others need an engine, and this kind of run has none: leave them out."
+        )
     sends_adapters(config)
 
 

@@ -27,6 +27,8 @@ def test_auto_sends_adapters_in_bfloat16_where_the_engine_takes_them() -> None:
 
 def test_a_trainer_without_an_engine_sends_nothing() -> None:
     assert not sends_adapters(DPOConfig(lora=LoraConfig(rank=4), dtype="bfloat16", train_data="x"))
+    with pytest.raises(ValueError, match=r"--lora\.engine and --lora\.others need an engine, and this kind of run has"):
+        DPOConfig(lora=LoraConfig(rank=4, engine="merged"), train_data="x")
 
 
 @pytest.mark.parametrize(
