@@ -62,10 +62,12 @@ class OptimConfig:
         """Raises ValueError for options that contradict each other."""
         for one, other in (("min_lr", "min_lr_ratio"), ("warmup_steps", "warmup_ratio")):
             if getattr(self, one) and getattr(self, other):
-                raise ValueError(
-                    f"--optim.{one} {getattr(self, one)} and --optim.{other} {getattr(self, other)} say the same: give "
-                    "one of them."
-                )
+                both = f"--optim.{one} {getattr(self, one)} and --optim.{other} {getattr(self, other)}"
+                raise ValueError(f"{both} say the same: give one of them.")
+        if self.schedule == "constant" and (self.min_lr or self.min_lr_ratio):
+            raise ValueError("--optim.min_lr and --optim.min_lr_ratio need --optim.schedule linear or cosine.")
+        if self.name == "adamw" and self.momentum != OptimConfig().momentum:
+            raise ValueError("--optim.momentum needs --optim.name muon. AdamW has --optim.betas.")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"--optim.betas is {self.betas}: it must be two numbers in [0, 1).")
         lr_scales(self)
@@ -384,9 +386,7 @@ def _check_compile(options: StrategyOptions) -> None:
 
 def _check_rates(options: StrategyOptions) -> None:
     if options.optim.min_lr > options.lr:
-        raise ValueError(
-            f"--optim.min_lr {options.optim.min_lr} is above --lr {options.lr}, where the schedule begins."
-        )
+        raise ValueError(f"--optim.min_lr {options.optim.min_lr} is above --lr {options.lr}, where a schedule begins.")
 
 
 def _check_native(options: StrategyOptions) -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from lightrl.config import GRPOConfig, OptimConfig, PPOConfig
+from lightrl.config import GRPOConfig, OptimConfig, PPOConfig, SFTConfig
 from lightrl.strategy import create_strategy
 from lightrl.strategy.optim.optimizers import build_lr_scheduler, lr_factor
 
@@ -60,9 +60,17 @@ def test_the_same_thing_said_twice_is_refused() -> None:
     with pytest.raises(ValueError, match=r"--optim.warmup_steps 3 and --optim.warmup_ratio 0.1 say the same"):
         GRPOConfig(optim=OptimConfig(warmup_steps=3, warmup_ratio=0.1))
     with pytest.raises(ValueError, match=r"--optim.min_lr 0.1 is above --lr 0.0001"):
-        GRPOConfig(optim=OptimConfig(min_lr=0.1))
+        GRPOConfig(optim=OptimConfig(schedule="linear", min_lr=0.1))
     with pytest.raises(ValueError, match=r"--optim.min_lr 5e-05 is above --critic_lr 1e-05"):
-        PPOConfig(critic_lr=1e-5, optim=OptimConfig(min_lr=5e-5))
+        PPOConfig(critic_lr=1e-5, optim=OptimConfig(schedule="linear", min_lr=5e-5))
+
+
+def test_what_would_do_nothing_is_refused() -> None:
+    for optim in (OptimConfig(min_lr=1e-5), OptimConfig(min_lr_ratio=0.1)):
+        with pytest.raises(ValueError, match=r"--optim\.min_lr_ratio need --optim\.schedule linear or cosine"):
+            SFTConfig(optim=optim)
+    with pytest.raises(ValueError, match=r"--optim\.momentum needs --optim\.name muon"):
+        SFTConfig(optim=OptimConfig(momentum=0.5))
 
 
 def rates_of(unit: str, folder: Path | None = None, *, first: int = 0, steps: int = 4) -> list[float]:
