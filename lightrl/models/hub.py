@@ -17,7 +17,8 @@ def require_reachable(name: str, option: str) -> None:
     if _has_proxy() or isinstance(_cached_config(name, option), str):
         return
     url = urlsplit(constants.ENDPOINT)
-    reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _why_unreachable(url.hostname or "", url.port)
+    port = url.port or (80 if url.scheme == "http" else 443)
+    reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _why_unreachable(url.hostname or "", port)
     if reason:
         raise ValueError(
             f"{option} {name} is no folder here and not in the cache of Hugging Face, and {url.hostname} cannot be "
@@ -36,13 +37,13 @@ def _has_proxy() -> bool:
     return any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"))
 
 
-def _why_unreachable(host: str, port: int | None) -> str:
+def _why_unreachable(host: str, port: int) -> str:
     """Returns why no connection can be made, or nothing. A thread does it: looking up a name has no time limit."""
     reasons: list[str] = []
 
     def connect() -> None:
         try:
-            socket.create_connection((host, port or 443), timeout=_WAIT_S).close()
+            socket.create_connection((host, port), timeout=_WAIT_S).close()
             reasons.append("")
         except OSError as error:
             reasons.append(str(error))

@@ -40,6 +40,17 @@ def test_a_name_server_that_never_answers_is_not_waited_for(monkeypatch: pytest.
     answered.set()
 
 
+@pytest.mark.parametrize(("endpoint", "port"), [("http://mirror.local", 80), ("https://mirror.local", 443)])
+def test_an_endpoint_without_a_port_is_asked_at_that_of_its_scheme(
+    endpoint: str, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub.constants, "ENDPOINT", endpoint)
+    asked: list[tuple[str, int]] = []
+    monkeypatch.setattr(socket, "create_connection", lambda address, timeout: asked.append(address) or socket.socket())
+    hub.require_reachable("nobody/nothing", "--model")
+    assert asked == [("mirror.local", port)]
+
+
 def test_what_can_be_had_is_left_to_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, int]] = []
     connect = socket.create_connection
