@@ -99,9 +99,9 @@ def builtin_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _make_cache_dir(cache_dir: Path) -> None:
-    with suppress(PermissionError):
+    with suppress(OSError):
         cache_dir.mkdir(parents=True, exist_ok=True)
-    if not os.access(cache_dir, os.W_OK):
+    if not (cache_dir.is_dir() and os.access(cache_dir, os.W_OK)):
         raise PermissionError(
             f"The folder for built-in models, {cache_dir}, cannot be written. Set LIGHTRL_CACHE to one that can."
         )

@@ -1,3 +1,4 @@
+import errno
 import os
 import subprocess
 import sys
@@ -333,6 +334,20 @@ def test_unknown_name_is_refused(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")
 def test_read_only_cache_names_the_remedy(tmp_path: Path) -> None:
     tmp_path.chmod(0o555)
+    with pytest.raises(PermissionError, match="Set LIGHTRL_CACHE"):
+        builtin_model_path(cache_dir=tmp_path / "cache")
+
+
+def test_a_cache_that_cannot_be_made_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(PermissionError, match="Set LIGHTRL_CACHE"):
+            builtin_model_path(cache_dir=folder)
+
+    def refuse(path: Path, **_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
     with pytest.raises(PermissionError, match="Set LIGHTRL_CACHE"):
         builtin_model_path(cache_dir=tmp_path / "cache")
 
