@@ -242,7 +242,7 @@ def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 def check_model_folder(path: str, option: str = "--model") -> None:
     """Raises an error unless the path can be a model, before transformers mistakes a wrong folder for a hub name."""
-    folder = Path(path).expanduser()
+    folder = Path(path)
     looks_local = path.startswith(("/", ".", "~")) or folder.exists()
     if not path or (":" in path and not folder.exists()):
         raise ValueError(f"{option} {path!r} is neither a folder, nor a Hugging Face name, nor builtin:addition.")
@@ -250,7 +250,8 @@ def check_model_folder(path: str, option: str = "--model") -> None:
         require_reachable(path, option)
         return
     if not folder.is_dir():
-        raise FileNotFoundError(f"{option} {path}: there is no such folder.")
+        hint = " Write out ~, which only a shell replaces." if path.startswith("~") else ""
+        raise FileNotFoundError(f"{option} {path}: there is no such folder.{hint}")
     if not (folder / "config.json").is_file():
         inner = folder / "final"
         hint = f" Did you mean {inner}?" if (inner / "config.json").is_file() else ""

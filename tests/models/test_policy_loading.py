@@ -46,10 +46,13 @@ def test_tokenizer_and_context(folder: str) -> None:
     assert context_length(folder) == tiny_model()[0].config.max_position_embeddings
 
 
-def test_what_a_model_folder_lacks_is_told(folder: str, tmp_path: Path) -> None:
+def test_what_a_model_folder_lacks_is_told(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_model_folder(folder)
     with pytest.raises(FileNotFoundError, match="there is no such folder"):
         check_model_folder(str(tmp_path / "nowhere"))
+    monkeypatch.setenv("HOME", str(Path(folder).parent))
+    with pytest.raises(FileNotFoundError, match=r"there is no such folder\. Write out ~"):
+        check_model_folder(f"~/{Path(folder).name}")
     with pytest.raises(FileNotFoundError, match="no config.json"):
         check_model_folder(str(tmp_path))
     (tmp_path / "adapter_config.json").write_text("{}")
