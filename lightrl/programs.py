@@ -55,7 +55,7 @@ COMMANDS: dict[str, Run | Command] = {
         "Evaluate a Hugging Face folder by tasks of lm-evaluation-harness.", "lightrl.trainers.harness_run:main"
     ),
     "replay": Command(
-        "Repeat a recorded asynchronous run, or one step of any run.",
+        "Repeat a recorded asynchronous run, or one step of a run of GRPO or PPO.",
         "lightrl.trainers.recorded_run:replay",
     ),
     "hash": Command("Recompute the hashes of a run's saved weights.", "lightrl.trainers.hash_run:main"),

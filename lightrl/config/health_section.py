@@ -13,7 +13,7 @@ class HealthConfig:
 
     max_bad_steps: int = option(0, at_least=0)
     """Stop after this many bad steps in a row. A step is bad if an update was skipped, a metric is not finite, or a
-    limit of --health.* is passed. The last batch is kept for `lightrl replay`. 0: warn and go on."""
+    limit of --health.* is passed. GRPO and PPO keep the last batch for `lightrl replay`. 0: warn and go on."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -47,8 +47,8 @@ class OptimConfig:
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate develops after the warm-up."""
     schedule_unit: Literal["optimizer_step", "rl_step"] = "optimizer_step"
-    """What warm-up and schedule count. optimizer_step: updates, max_steps x num_epochs x num_minibatches in a run;
-    skipped updates do not count. rl_step: steps of the run, max_steps in all."""
+    """What warm-up and schedule count. optimizer_step: updates, of which a step of GRPO or PPO takes num_epochs x
+    num_minibatches; skipped ones do not count. rl_step: steps of the run, max_steps in all."""
     warmup_steps: int = option(0, at_least=0)
     """Length of the linear warm-up from lr / warmup_steps to lr, in schedule units."""
     warmup_ratio: float = option(0.0, at_least=0, at_most=1)

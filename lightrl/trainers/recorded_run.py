@@ -1,4 +1,4 @@
-"""Repeats an asynchronous run from its schedule, on ranks that train and generate in turn, or a step of any run."""
+"""Repeats an asynchronous run from its schedule, on ranks that train and generate in turn, or a step of GRPO or PPO."""
 
 from __future__ import annotations
 
@@ -57,7 +57,11 @@ def replay(arguments: Sequence[str]) -> int:
     recorded = Path(arguments[0] if arguments else "")
     if not (recorded / "config.yaml").is_file():
         exit_with_user_error(ValueError(f"{arguments[0] if arguments else 'Nothing'} is no folder of a run: give one."))
-    is_ppo = "critic" in read_yaml(recorded / "config.yaml", "it")
+    saved = read_yaml(recorded / "config.yaml", "it")
+    if "batch_size" in saved:
+        text = f"{recorded} learned from answers in its data: only runs of GRPO and PPO can be repeated. To take a step"
+        exit_with_user_error(ValueError(f"{text} again, give its command --output_dir NEW --resume CHECKPOINT."))
+    is_ppo = "critic" in saved
     kind: type[RolloutConfig] = PPOConfig if is_ppo else GRPOConfig
     own, options = _parser().parse_known_args(arguments)
 
@@ -87,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightrl replay",
         usage="lightrl replay RUN --output_dir NEW [OPTIONS], or lightrl replay RUN --step N [--debug]",
-        description="Repeat a recorded asynchronous run into a folder of its own, or one step of any run.",
+        description="Repeat a recorded asynchronous run into a folder of its own, or one step of a run of GRPO or PPO.",
         epilog="OPTIONS are those of `lightrl train grpo` or `ppo`; they win over the config.yaml of the run.",
         allow_abbrev=False,
     )

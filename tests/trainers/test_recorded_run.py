@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from lightrl.config import SFTConfig, to_yaml
 from lightrl.trainers.recorded_run import replay
 
 
@@ -18,3 +19,10 @@ def test_a_run_is_not_repeated_into_its_own_folder(tmp_path: Path, capsys: pytes
     with pytest.raises(SystemExit):
         replay([str(tmp_path)])
     assert "Give --output_dir: a folder for the repeated run" in capsys.readouterr().err
+
+
+def test_a_run_that_learned_from_its_data_is_not_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text(to_yaml(SFTConfig()))
+    with pytest.raises(SystemExit):
+        replay([str(tmp_path), "--step", "2"])
+    assert "only runs of GRPO and PPO can be repeated" in capsys.readouterr().err
