@@ -51,15 +51,14 @@ class ExampleData:
     @property
     def epoch(self) -> float:
         """The number of passes over the data so far."""
-        num_drawn = min(self.sampler.num_drawn, self._end) if self._end else self.sampler.num_drawn
-        return num_drawn / len(self.train)
+        return self.sampler.num_drawn / len(self.train)
 
     def draw(self) -> list[Example]:
         """Returns the global batch of the next step, alike on every rank."""
-        num_drawn = self.sampler.num_drawn
-        drawn = self.sampler.next_batch()
+        count: int = self.config.batch_size
         if self._end:
-            drawn = drawn[: self._end - num_drawn]
+            count = min(count, self._end - self.sampler.num_drawn)
+        drawn = self.sampler.draw(count)
         return [replace(self.train[index], position=position) for position, index in enumerate(drawn)]
 
     def of_rank(self, batch: Sequence[Example]) -> list[Example]:

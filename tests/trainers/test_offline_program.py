@@ -110,6 +110,15 @@ def test_epochs_use_every_example_once_each(offline_flags: Options, metrics_of: 
     assert sum(row["tokens/trained"] for row in rows) == 2 * 15
 
 
+def test_a_run_that_goes_on_after_its_epochs_leaves_no_example_out(
+    offline_flags: Options, metrics_of: ReadMetrics, tmp_path: Path
+) -> None:
+    options = {**offline_flags("sft"), "batch_size": 4}  # 5 examples
+    sft({**options, "max_steps": 0}, tmp_path / "run").fit()
+    sft({**options, "max_steps": 4}, tmp_path / "run").fit()
+    assert [row["epoch"] for row in metrics_of(tmp_path / "run")] == pytest.approx([0.8, 1.0, 1.8, 2.6])
+
+
 def test_a_resumed_run_goes_on_with_the_same_numbers(
     offline_flags: Options, metrics_of: ReadMetrics, tmp_path: Path
 ) -> None:
