@@ -68,7 +68,7 @@ class BasicConfig:
     """Samples (or pairs of answers) per forward and backward on a rank. 0: as many as max_tokens_per_microbatch allows.
     It changes memory and speed, never the result."""
     max_tokens_per_microbatch: int = option(16384, at_least=1, resume="free")
-    """Maximum number of prompt and response tokens per forward and backward on a rank. Both answers of a pair count."""
+    """Maximum number of tokens per forward and backward on a rank, if micro_batch_size is 0. A pair is never split."""
 
 
 @dataclass(kw_only=True, slots=True)
