@@ -225,8 +225,8 @@ def softcap_of(text_config: Any) -> float | None:
 
 
 def logit_scale(text_config: Any, model_type: str) -> float:
-    """Returns the factor of the logits; Cohere and HyperCLOVA X state a factor, Granite a divisor."""
-    scale = getattr(text_config, "logit_scale", None) or 1.0
+    """Returns the factor of the logits; Cohere, Falcon-H1 and HyperCLOVA X state a factor, Granite a divisor."""
+    scale = getattr(text_config, "logit_scale", None) or getattr(text_config, "lm_head_multiplier", None) or 1.0
     divisor = getattr(text_config, "logits_scaling", None) or 1.0
     return float(scale * divisor if "hyperclovax" in model_type else scale / divisor)
 

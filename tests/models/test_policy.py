@@ -33,6 +33,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: transformers.Qwen3Config(**SHAPE, head_dim=8, tie_word_embeddings=False),
     "gemma2_softcap": lambda: transformers.Gemma2Config(**SHAPE, head_dim=8, final_logit_softcapping=0.5),
     "cohere_multiplies": lambda: transformers.CohereConfig(**SHAPE, logit_scale=3.0),
+    "falcon_h1_multiplies": lambda: transformers.FalconH1Config(
+        **SHAPE, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8, lm_head_multiplier=0.05
+    ),
     "granite_divides": lambda: transformers.GraniteConfig(**SHAPE, logits_scaling=4.0),
     "hyperclovax_multiplies": lambda: transformers.HyperCLOVAXConfig(**SHAPE, logits_scaling=4.0),
     "phi_head_bias": lambda: transformers.PhiConfig(**{**SHAPE, "num_key_value_heads": 2}),
