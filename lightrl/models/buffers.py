@@ -25,7 +25,7 @@ def compute_buffers(model: PreTrainedModel) -> None:
 
 def _compute(module: nn.Module, owner: PreTrainedModel) -> None:
     owner = module if isinstance(module, PreTrainedModel) else owner  # a part such as a vision tower has its own rules
-    if module._buffers:
+    if module._buffers or module is owner:  # a model may compute those of its layers
         owner._init_weights(module)
     for child in module.children():
         _compute(child, owner)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, FalconH1Config, LlamaConfig
 
 from lightrl.models.buffers import compute_buffers
 
@@ -15,10 +15,19 @@ def tiny(**options):
     return AutoModelForCausalLM.from_config(config)
 
 
-def test_rotary_frequencies_follow_from_the_configuration():
-    rope = {**LONG, "original_max_position_embeddings": 64}
-    expected = dict(tiny(rope_parameters=rope).named_buffers())
-    model = tiny(rope_parameters=rope).to("meta").to_empty(device="cpu")
+def falcon():
+    """Its multipliers are buffers of the mixers that the whole model computes."""
+    sizes = {"vocab_size": 9, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    mixer = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8}
+    return AutoModelForCausalLM.from_config(FalconH1Config(**sizes, **mixer, ssm_multipliers=[0.3, 0.2, 0.4, 0.5, 0.6]))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: tiny(rope_parameters={**LONG, "original_max_position_embeddings": 64}), falcon]
+)
+def test_buffers_follow_from_the_configuration(make):
+    expected = dict(make().named_buffers())
+    model = make().to("meta").to_empty(device="cpu")
     with torch.no_grad():
         for buffer in model.buffers():
             buffer.fill_(7.0)
