@@ -15,6 +15,7 @@ from lightrl.data.example_packing import pack_examples, pair_positions
 from lightrl.data.examples import keep_fitting
 from lightrl.data.sampler import PromptSampler
 from lightrl.metrics import Statistics
+from lightrl.models.multimodal import MediaProcessor
 from lightrl.models.policy import Policy
 from lightrl.records import Example, PackedBatch
 from lightrl.trainers.fit import StepReport, Trainer
@@ -160,6 +161,8 @@ def _keep_fitting(run: RunContext, examples: Sequence[Example]) -> tuple[Sequenc
     for example in fitting:  # read once, since streamed examples are made anew each time
         longest = example if longest is None or example.num_tokens > longest.num_tokens else longest
         longest_answer = max(longest_answer, *(answer.num_tokens for answer in example.answers))
+        if run.media is not None:
+            _require_text_alone(run.media, example)
     run.longest_sequences.append(longest_answer)
     if longest and not config.micro_batch_size and longest.num_tokens > config.max_tokens_per_microbatch:
         raise ValueError(
@@ -167,6 +170,15 @@ def _keep_fitting(run: RunContext, examples: Sequence[Example]) -> tuple[Sequenc
             f"to at least {longest.num_tokens}, or give --micro_batch_size."
         )
     return fitting, num_skipped
+
+
+def _require_text_alone(media: MediaProcessor, example: Example) -> None:
+    """Raises ValueError for the placeholder of an image or a video in a prompt, since there is none to show."""
+    try:
+        for answer in example.answers:
+            media.expanded(answer.prompt_ids, images=(), videos=())
+    except ValueError as error:
+        raise ValueError(f"{example.where}: {error} Only text is trained on here.") from error
 
 
 # ---- Models and losses -----------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 import plain_offline
 import pytest
 import torch
+from tiny_vlm import IMAGE, save_tiny_vlm
 from transformers import AutoModelForCausalLM
 
 from lightrl.config import CheckpointConfig, ExampleEvalConfig, SFTConfig
@@ -65,3 +66,14 @@ def test_a_tokenizer_without_an_end_token_is_told(toy: Path, offline_flags: Opti
     trainer = SFTTrainer(config)
     trainer.close()
     assert trainer.batches.endswith("the tokenizer has no end token (eos_token), so nothing teaches the model to stop")
+
+
+def test_a_placeholder_without_an_image_is_refused_at_the_start(tmp_path: Path) -> None:
+    save_tiny_vlm(tmp_path / "model", "qwen2_5_vl")
+    rows = [{"prompt": "say Y", "response": "Y"}, {"prompt": f"{IMAGE} say", "response": "no"}]
+    (tmp_path / "data.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    config = SFTConfig(
+        model=str(tmp_path / "model"), train_data=str(tmp_path / "data.jsonl"), output_dir=str(tmp_path / "run")
+    )
+    with pytest.raises(ValueError, match=r"data\.jsonl:2: the prompt has 1 image placeholder.* Only text is trained"):
+        SFTTrainer(config)
