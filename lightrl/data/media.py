@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,11 @@ def media_folder(source: str | Path) -> Path:
 def image_size(path: str) -> tuple[int, int]:
     """Returns the height and the width of an image; reads only the file's header."""
     with _opened(path, "image") as image:
+        from PIL.Image import Image  # noqa: PLC0415  (optional)
+
         width, height = image.size
-        is_transposed = image.getexif().get(_ORIENTATION_TAG) in _TRANSPOSED
+        # The method that a PNG has instead decodes all pixels, because EXIF data may follow them.
+        is_transposed = Image.getexif(image).get(_ORIENTATION_TAG) in _TRANSPOSED
     return (width, height) if is_transposed else (height, width)
 
 
@@ -56,10 +60,7 @@ def read_image(path: str) -> Any:
     from PIL import ImageOps  # noqa: PLC0415  (optional)
 
     with _opened(path, "image") as image:
-        try:
-            return ImageOps.exif_transpose(image).convert("RGB")
-        except (OSError, SyntaxError, ValueError) as error:  # what PIL raises for a truncated file
-            raise MediaError(f"the image {path} cannot be read ({error})") from error
+        return ImageOps.exif_transpose(image).convert("RGB")
 
 
 def read_video(path: str) -> Any:
@@ -70,10 +71,7 @@ def read_video(path: str) -> Any:
 
     _require_video_suffix(path)
     with _opened(path, "video") as video:
-        try:
-            return np.stack([np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(video)])
-        except (OSError, SyntaxError, ValueError) as error:
-            raise MediaError(f"the video {path} cannot be read ({error})") from error
+        return np.stack([np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(video)])
 
 
 def read_media(prompt: Prompt) -> tuple[list[Any], list[Any]]:
@@ -121,15 +119,17 @@ def _require_video_suffix(path: str) -> None:
         raise MediaError(f"the video {path} is of no known kind: it must be one of {', '.join(_VIDEO_SUFFIXES)}")
 
 
-def _opened(path: str, kind: str) -> Any:
-    """Opens a PIL image; only its header is read."""
+@contextmanager
+def _opened(path: str, kind: str) -> Iterator[Any]:
+    """Opens a PIL image, of which only the header is read at first; raises MediaError if PIL fails, here or later."""
     try:
         from PIL import Image  # noqa: PLC0415  (optional)
     except ImportError as error:
         raise ImportError('Images need Pillow and torchvision: pip install "lightrl[vision]".') from error
     _require_file(path, kind)
     try:
-        return Image.open(path)
+        with Image.open(path) as image:
+            yield image
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise MediaError(f"the {kind} {path} cannot be read ({error})") from error
 

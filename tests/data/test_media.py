@@ -49,6 +49,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "text.png").write_text("no image")
     checkered(64, 64).save(tmp_path / "whole.png")
     (tmp_path / "cut.png").write_bytes((tmp_path / "whole.png").read_bytes()[:3000])
+    checkered(8, 8).save(tmp_path / "exif.png", exif=b"Exif\0\0nothing of the kind")
     np.save(tmp_path / "float.npy", np.zeros((2, 4, 4, 3)))
     np.save(tmp_path / "object.npy", np.array([{}]), allow_pickle=True)
     (tmp_path / "v.mp4").write_text("")
@@ -56,6 +57,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
         (image_size, "none.png", "there is no image .*none.png"),
         (image_size, "text.png", "the image .*text.png cannot be read"),
         (read_image, "cut.png", "the image .*cut.png cannot be read"),
+        (image_size, "exif.png", "the image .*exif.png cannot be read"),
         (video_size, "none.npy", "there is no video .*none.npy"),
         (video_size, "float.npy", r"float.npy is an array of float64 and shape \[2, 4, 4, 3\]: it must be uint8"),
         (read_video, "object.npy", "object.npy cannot be read"),
@@ -64,6 +66,14 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     for function, name, message in cases:
         with pytest.raises(MediaError, match=message):
             function(str(tmp_path / name))
+
+
+def test_the_size_of_an_image_is_read_from_its_header(tmp_path: Path) -> None:
+    for name in ("a.png", "a.jpg"):
+        checkered(64, 32).save(tmp_path / name)
+        content = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(content[: len(content) * 3 // 4])
+        assert image_size(str(tmp_path / name)) == (32, 64)
 
 
 def test_paths_start_from_the_data_file(tmp_path: Path) -> None:
