@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from lightrl.data.mixture import files_of
 from lightrl.models.multimodal import MediaProcessor
 from lightrl.records import EncodedPrompt, Prompt
 
@@ -24,13 +23,10 @@ class MediaError(ValueError):
     """Raised for a file that is missing or unreadable; the message names it."""
 
 
-def media_folder(source: str | Path) -> Path:
-    """Returns the folder to which relative paths in a data set refer: that of its file, or of its files."""
-    path = Path(source)
-    if path.is_dir():
-        return path
-    shards = files_of(str(source))
-    return shards[0].parent if shards else path.parent if path.is_file() else Path()
+def media_folder(where: str) -> Path:
+    """Returns the folder to which relative paths in a record refer: that of its file, which `where` names."""
+    path = Path(where.rpartition(":")[0])
+    return path if path.is_dir() else path.parent if path.is_file() else Path()
 
 
 def image_size(path: str) -> tuple[int, int]:

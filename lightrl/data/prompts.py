@@ -31,7 +31,6 @@ class MediaFields:
 
     image_field: str = "images"  # empty reads none
     video_field: str = "videos"
-    folder: str | Path = ""  # relative paths start in this folder, or in the folder of this data file
     processor: MediaProcessor | None = None  # None: the model takes no media, so media in the data are an error
 
 
@@ -191,7 +190,7 @@ def _no_prompt(record: Record, where: str, prompt_field: str, found: str) -> Val
 
 def _with_media(prompt: Prompt, record: Record, where: str, media: MediaFields) -> Prompt:
     """Adds the paths of the record's images and videos to its prompt, after reading the size of each."""
-    folder = media_folder(media.folder)
+    folder = media_folder(where)
     images = _paths(record, where, media.image_field, folder)
     videos = _paths(record, where, media.video_field, folder)
     if media.processor is None:

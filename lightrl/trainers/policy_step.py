@@ -82,7 +82,7 @@ def _build_prompts(run: RunContext, records: Sequence[Any], source: str, max_new
         _require_answers(records, data.answer_field, source)
     if run.context <= max_new_tokens:
         raise _no_room_for_prompts(max_new_tokens, run.context)
-    media = MediaFields(image_field=data.image_field, video_field=data.video_field, folder=source, processor=run.media)
+    media = MediaFields(image_field=data.image_field, video_field=data.video_field, processor=run.media)
     prompts = build_prompts(
         records,
         run.tokenizer,

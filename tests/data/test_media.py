@@ -78,7 +78,8 @@ def test_the_size_of_an_image_is_read_from_its_header(tmp_path: Path) -> None:
 
 def test_paths_start_from_the_data_file(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text("")
-    assert media_folder(str(tmp_path / "data.jsonl")) == media_folder(str(tmp_path)) == tmp_path
+    assert media_folder(f"{tmp_path / 'data.jsonl'}:3") == media_folder(f"{tmp_path}: row 3") == tmp_path
+    assert media_folder("builtin:addition: row 3") == Path()
     assert absolute_paths("a/b.png", tmp_path) == (str(tmp_path / "a/b.png"),)
     assert absolute_paths(["/x.png", "c.png"], tmp_path) == ("/x.png", str(tmp_path / "c.png"))
     with pytest.raises(ValueError, match="is 3: it must be a path or a list of paths"):

@@ -201,15 +201,21 @@ def test_a_file_to_prompts(tmp_path: Path) -> None:
 # ---- images ------------------------------------------------------------------------------------------------------
 
 
-def media_fields(folder: Path, **options: Any) -> MediaFields:
-    return MediaFields(folder=folder, processor=tiny_media("qwen2_5_vl"), **options)
+def media_fields(**options: Any) -> MediaFields:
+    return MediaFields(processor=tiny_media("qwen2_5_vl"), **options)
 
 
 def image_prompts(folder: Path, *records: dict[str, Any], **options: Any) -> list[Prompt]:
-    fields = media_fields(folder, **options)
+    return built(write(folder / "data.jsonl", "\n".join(map(json.dumps, records))), **options)
+
+
+def built(source: str, **options: Any) -> list[Prompt]:
+    fields = media_fields(**options)
     assert fields.processor is not None
     tokenizer = fields.processor.processor.tokenizer
-    return build_prompts(at(*records), tokenizer, max_prompt_tokens=40, chat_template="never", media=fields)
+    return list(
+        build_prompts(load_records(source), tokenizer, max_prompt_tokens=40, chat_template="never", media=fields)
+    )
 
 
 def test_a_prompt_with_images_counts_the_tokens_that_they_become(tmp_path: Path) -> None:
@@ -230,6 +236,16 @@ def test_a_prompt_with_images_counts_the_tokens_that_they_become(tmp_path: Path)
     assert len(pickle.dumps(pair)) < 2000  # paths travel between ranks, never pixels
 
 
+@pytest.mark.parametrize("source", ["{0}/a/x.jsonl + {0}/b/x.jsonl*2", "{0}/*/x.jsonl"])
+def test_images_are_searched_in_the_folder_of_each_file(tmp_path: Path, source: str) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        checkered(28, 28).save(tmp_path / name / f"{name}.png")
+        write(tmp_path / name / "x.jsonl", json.dumps({"prompt": IMAGE, "images": f"{name}.png"}))
+    images = {prompt.images for prompt in built(source.format(tmp_path))}
+    assert images == {(str(tmp_path / "a" / "a.png"),), (str(tmp_path / "b" / "b.png"),)}
+
+
 def test_videos_and_other_field_names(tmp_path: Path) -> None:
     np.save(tmp_path / "v.npy", frames(3, 56, 28))
     (prompt,) = image_prompts(
@@ -241,14 +257,14 @@ def test_videos_and_other_field_names(tmp_path: Path) -> None:
 
 def test_messages_name_their_images_as_parts(tmp_path: Path) -> None:
     checkered(28, 28).save(tmp_path / "a.png")
-    fields = media_fields(tmp_path)
+    fields = media_fields()
     assert fields.processor is not None
     record = {
         "messages": [
             {"role": "system", "content": "s"},
             {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "which?"}]},
         ],
-        "images": ["a.png"],
+        "images": [str(tmp_path / "a.png")],
     }
     (prompt,) = build_prompts(at(record), fields.processor.processor.tokenizer, max_prompt_tokens=99, media=fields)
     assert prompt.text == f"system:s;user:{IMAGE}which?;assistant:"
