@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -32,11 +33,10 @@ class Part(NamedTuple):
         return select(records, [*(list(range(len(records))) * whole), *drawn])
 
 
-def files_of(pattern: str) -> list[Path]:
-    """Returns the files that match a pattern such as data/part-*.jsonl, sorted by name; none without a wildcard."""
-    if Path(pattern).exists() or not glob.has_magic(pattern):
-        return []
-    return [Path(name) for name in sorted(glob.glob(pattern, recursive=True)) if Path(name).is_file()]
+def files_of(name: str) -> list[Path]:
+    """Returns the file of this name, or else those that match it as a pattern such as part-*.jsonl, sorted by name."""
+    found = [name] if os.path.exists(name) else sorted(glob.glob(name, recursive=True))
+    return [Path(path) for path in found if Path(path).is_file()]
 
 
 def parts_of(source: str) -> list[Part]:
@@ -44,14 +44,14 @@ def parts_of(source: str) -> list[Part]:
 
     Raises ValueError for a part without a name, or for a factor after * that is not a number above 0.
     """
-    if Path(source).exists():
+    if os.path.exists(source):  # Path raises an error for a sum that is longer than the name of a file may be
         return [Part(source, 1)]
     return [_part(text.strip(), source) for text in source.split("+")]
 
 
 def _part(text: str, source: str) -> Part:
     name, times = text, "1"
-    if "*" in text and not Path(text).exists() and not files_of(text):
+    if "*" in text and not os.path.exists(text) and not files_of(text):
         name, _, times = text.rpartition("*")
     if not name.strip():
         raise ValueError(f"The data set {source!r} has a part without a name: write a.jsonl + b.jsonl*3.")

@@ -90,8 +90,8 @@ def _load_elsewhere(source: str, stream: bool) -> Sequence[LocatedRecord]:
         return _number(reasoning_records(source), source)
     if source.startswith("hf:"):
         return load_from_hub(source, stream)
-    if shards := files_of(source):
-        return chain([load_from_disk(shard, stream) for shard in shards])
+    if files := files_of(source):
+        return chain([load_from_disk(file, stream) for file in files])
     return load_from_disk(Path(source), stream)
 
 

@@ -345,7 +345,7 @@ def hash_of(path: Path) -> str:
 def _data_files(config: RunConfig) -> Iterator[Path]:
     for source in (config.train_data, config.eval_data):
         for part in parts_of(source) if source not in ("", *HELD_OUT) else []:
-            yield from (file for file in files_of(part.name) or [Path(part.name)] if file.is_file())
+            yield from files_of(part.name)
 
 
 def _code_files(config: RunConfig) -> Iterator[Path]:

@@ -54,6 +54,12 @@ def test_a_sum_keeps_back_what_its_built_in_parts_do() -> None:
     assert held_out_of("builtin:addition*0.5 + a.jsonl*2") == "builtin:addition-heldout"
 
 
+def test_a_sum_may_be_longer_than_the_name_of_a_file() -> None:
+    source = " + ".join(["builtin:addition"] * 20)  # 377 characters, and a name has at most 255
+    assert len(load_records(source)) == 20 * len(load_records("builtin:addition"))
+    assert len(parts_of(held_out_of(source))) == 20
+
+
 def test_a_file_may_have_the_signs_in_its_name(tmp_path: Path) -> None:
     path = tmp_path / "a+b*2.jsonl"
     path.write_text("{}")
