@@ -11,14 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 _GB = 1e9
 _KINDS: dict[str, tuple[Callable[[float, float], float], float]] = {  # how two values combine, and the initial value
     "mean": (operator.add, 0.0),
     "sum": (operator.add, 0.0),
-    "max": (max, float("-inf")),
-    "min": (min, float("inf")),
+    "max": (np.maximum, float("-inf")),  # NaN if one of the two is NaN, which max() may lose
+    "min": (np.minimum, float("inf")),
 }
 
 
@@ -61,7 +62,7 @@ class Statistics:
         known, before, counted = self._values.get(name, (kind, start, 0.0))
         if known != kind:
             raise ValueError(f"The metric {name} is a {known} already and no {kind}: give one of them another name.")
-        self._values[name] = (kind, join(before, float(value)), counted + float(count))
+        self._values[name] = (kind, float(join(before, float(value))), counted + float(count))
 
     def take(self) -> dict[str, tuple[str, float, float]]:
         """Returns what was added so far, for merge() in another process, and starts over."""

@@ -1,3 +1,4 @@
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -29,6 +30,15 @@ def test_means_are_of_sums_over_calls() -> None:
         "tokens": 7.0,
     }  # (6 + 0) / (2 + 1)
     assert statistics.reduce(Comm()) == {}
+
+
+@pytest.mark.parametrize("values", [[math.nan], [math.nan, 1.0], [1.0, math.nan]])
+def test_an_extremum_of_nan_is_nan(values: list[float]) -> None:
+    statistics = Statistics()
+    for value in values:
+        statistics.maximum("longest", value)
+        statistics.minimum("shortest", value)
+    assert all(map(math.isnan, statistics.reduce(Comm()).values()))
 
 
 def test_what_is_not_to_count_is_forgotten() -> None:
