@@ -153,7 +153,9 @@ class ExampleBuilder:
             before = self._render(messages[:turn], where, add_generation_prompt=True)
             # What follows the end of the turn, such as a line break, comes from the template and not from the model.
             after = self._render(messages[: turn + 1], where).rstrip()
-            if not (text.startswith(after) and after.startswith(before)):
+            if not after.startswith(before):
+                raise _begins_otherwise(turn, before.removeprefix(self._render(messages[:turn], where)), where)
+            if not text.startswith(after):
                 raise ValueError(
                     f"{where}: the chat template renders the assistant's turn {turn} otherwise when more follows, so "
                     "the text to train on is unknown. Use --data.train_on last."
@@ -203,6 +205,14 @@ class ExampleBuilder:
             pieces.append(so_far[done:])
             done = len(so_far)
         return [*pieces, whole[done:]]
+
+
+def _begins_otherwise(turn: int, generation_prompt: str, where: str) -> ValueError:
+    return ValueError(
+        f"{where}: the chat template does not begin the assistant's turn {turn} with its own generation prompt "
+        f"{generation_prompt!r}, so the text to train on is unknown. Change the template, or give prompt and answer as "
+        "strings with --data.chat_template never."
+    )
 
 
 def _too_many_characters(parts: Sequence[str], where: str) -> ValueError:

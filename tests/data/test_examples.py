@@ -113,6 +113,15 @@ def test_a_template_that_rewrites_earlier_turns_is_told() -> None:
     assert build({"messages": messages}, letters(FORGETFUL), train_on="last").endswith("assistant\n[#d<|end|>]")
 
 
+def test_a_template_whose_generation_prompt_begins_no_turn_is_told() -> None:
+    thinking = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
+    text = r"data.jsonl:1: the chat template does not begin the assistant's turn 1 .* '<\|start\|>assistant\\n<think>'"
+    with pytest.raises(ValueError, match=text):
+        build_pair({"prompt": "a", "chosen": "b", "rejected": "c"}, letters(thinking))
+    thought = {"prompt": "a", "chosen": "<think>b", "rejected": "<think>c"}
+    assert build_pair(thought, letters(thinking))[0].endswith("assistant\n<think>[b<|end|>]")
+
+
 def test_pairs_share_their_prompt_in_every_form() -> None:
     tokenizer = letters(CHATML)
     head = "<|start|>user\nhi<|end|>\n<|start|>assistant\n"
