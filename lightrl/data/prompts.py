@@ -125,9 +125,9 @@ def build_prompts(
     def build(index: int, located: LocatedRecord) -> Prompt:
         record, where = located
         field, value = _find_prompt(record, where, prompt_field)
-        text = value
-        if renders_text or not isinstance(value, str):
-            text = _render(value, where, field, renderer, takes_parts=renderer is not tokenizer)
+        user = [{"role": "user", "content": value}]
+        messages = user if isinstance(value, str) else _require_messages(value, where, field, renderer is not tokenizer)
+        text = _render(messages, where, field, renderer) if renders_text or messages is not user else value
         if len(text) > _MANY_CHARACTERS:
             _refuse_too_long(text, where, max_prompt_tokens, tokenizer)
         token_ids = tokenize(text, tokenizer, where, is_raw=text is value)
@@ -137,7 +137,7 @@ def build_prompts(
             index=index,
             text=text,
             token_ids=tuple(token_ids),
-            messages=({"role": "user", "content": value},) if isinstance(value, str) else tuple(value),
+            messages=tuple(messages),
             answer=inner_value(record, answer_field) if "." in answer_field else record.get(answer_field),
             fields={name: other for name, other in record.items() if name not in (field, answer_field)},
         )
@@ -220,17 +220,8 @@ def _paths(record: Record, where: str, field: str, folder: Path) -> tuple[str, .
         raise ValueError(f"{where}: {field!r} {error}.") from error
 
 
-def _render(value: Any, where: str, field: str, renderer: Any, *, takes_parts: bool) -> str:
-    """Renders a string or messages with the chat template.
-
-    Args:
-        renderer: the owner of the template: a vision-language model's processor, or the tokenizer.
-        takes_parts: whether the content of a message may be a list of parts.
-    """
-    if isinstance(value, str):
-        messages: list[Record] = [{"role": "user", "content": value}]
-    else:
-        messages = _require_messages(value, where, field, takes_parts)
+def _render(messages: list[Record], where: str, field: str, renderer: Any) -> str:
+    """Renders messages with the chat template of a tokenizer, or of a vision-language model's processor."""
     if not renderer.chat_template:
         raise ValueError(
             f"{where}: {field!r} is to be rendered by a chat template, and the tokenizer has none. Use a model that "
@@ -283,6 +274,7 @@ def tokenize_raw(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _require_messages(value: Any, where: str, field: str, takes_parts: bool) -> list[Record]:
+    """Returns the messages of a prompt without their null fields, which columnar formats add."""
     if not isinstance(value, list):
         raise ValueError(
             f"{where}: {field!r} is a {type(value).__name__}. It must be a string, or a list of messages, "
@@ -309,7 +301,7 @@ def require_message(message: Any, where: str, takes_parts: bool) -> Record:
         if isinstance(content, str):
             return {**given, "content": content}
         if isinstance(content, list) and takes_parts:
-            return {**message, "content": [_require_part(part, where) for part in content]}
+            return {**given, "content": [_require_part(part, where) for part in content]}
         if isinstance(content, list):
             raise ValueError(f"{where} has a list of parts as its content, and the model takes only text: a string.")
     raise ValueError(f'{where} is {message!r}. A message must be {{"role": string, "content": string}}.')

@@ -123,6 +123,7 @@ def test_messages_are_always_rendered(field: str, chat_template: Any) -> None:
     )
     assert prompt.text == "<s> <system> be brief <user> add <assistant>"
     assert prompt.token_ids == (1, 10, 8, 9, 3, 5, 4)
+    assert prompt.messages == ({"role": "system", "content": "be brief"}, {"role": "user", "content": "add"})
     assert prompt.fields == {"level": 1}
 
 
@@ -262,13 +263,14 @@ def test_messages_name_their_images_as_parts(tmp_path: Path) -> None:
     record = {
         "messages": [
             {"role": "system", "content": "s"},
-            {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "which?"}]},
+            {"role": "user", "name": None, "content": [{"type": "image"}, {"type": "text", "text": "which?"}]},
         ],
         "images": [str(tmp_path / "a.png")],
     }
     (prompt,) = build_prompts(at(record), fields.processor.processor.tokenizer, max_prompt_tokens=99, media=fields)
     assert prompt.text == f"system:s;user:{IMAGE}which?;assistant:"
     assert prompt.token_ids.count(fields.processor.image_token_id) == 1
+    assert "name" not in prompt.messages[1]
 
 
 def test_bad_images_are_told_with_file_and_line(tmp_path: Path) -> None:
