@@ -60,12 +60,13 @@ def _load_sum(source: str, stream: bool) -> Sequence[LocatedRecord]:
 
 @dataclass(frozen=True, slots=True)
 class _NameSource:
-    """Adds the name of its data set to a record, unless the record has one already."""
+    """Adds the name of its data set to a record, unless the record has one already that is not null."""
 
     source: str
 
     def __call__(self, _: int, located: LocatedRecord) -> LocatedRecord:
-        return {"source": self.source, **located[0]}, located[1]
+        record, where = located
+        return {**record, "source": record.get("source") or self.source}, where
 
 
 def _load_one(source: str, stream: bool) -> Sequence[LocatedRecord]:

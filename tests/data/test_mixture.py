@@ -68,7 +68,8 @@ def test_a_file_may_have_the_signs_in_its_name(tmp_path: Path) -> None:
 
 def test_records_say_where_they_are_from_and_stand_as_often_as_asked(tmp_path: Path) -> None:
     for name, prompts in (("a", "pq"), ("b", "r")):
-        lines = [json.dumps({"prompt": prompt, **({"source": "own"} if prompt == "q" else {})}) for prompt in prompts]
+        sources: dict[str, dict[str, object]] = {"p": {"source": None}, "q": {"source": "own"}, "r": {}}
+        lines = [json.dumps({"prompt": prompt, **sources[prompt]}) for prompt in prompts]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     a, b = str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")
     p, q, r = {"source": a, "prompt": "p"}, {"source": "own", "prompt": "q"}, {"source": b, "prompt": "r"}
