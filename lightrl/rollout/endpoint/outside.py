@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 import uuid
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightrl.records import Prompt
@@ -79,7 +81,8 @@ class ServeWorkflow(EndpointWorkflow):
                 "messages": [dict(message) for message in data.messages],
                 "answer": data.answer,
                 "fields": dict(data.fields),
-            }
+            },
+            dumps=partial(json.dumps, default=str),  # a column of a Parquet file may hold dates
         )
 
     def _next(self) -> _Offer | None:

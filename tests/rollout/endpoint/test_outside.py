@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from datetime import date
 from typing import Any
 
 import aiohttp
@@ -49,6 +51,22 @@ def test_an_episode_is_taken_played_and_rewarded() -> None:
         assert sorted(rewards, key=str) == [0.5, None]
         [failure] = [item for item in found if isinstance(item, Exception)]
         assert "The program outside failed: no money" in str(failure)
+
+    asyncio.run(run())
+    workflow.endpoint.stop()
+
+
+def test_fields_that_json_does_not_know_are_sent_as_text() -> None:
+    workflow: Any = load_workflow(WorkflowConfig(workflow="serve"))
+    task = replace(task_of(TOKENIZER), fields={"made": date(2026, 1, 2), "level": 3})
+
+    async def run() -> None:
+        workflow.endpoint.start()
+        episode = asyncio.ensure_future(workflow.arun_episode(client_of(ScriptedDriver(TOKENIZER), TOKENIZER), task))
+        async with aiohttp.ClientSession(workflow.endpoint.origin) as http:
+            status, taken = await post(http, "/v1/episodes", {})
+        episode.cancel()
+        assert (status, taken["fields"]) == (200, {"made": "2026-01-02", "level": 3})
 
     asyncio.run(run())
     workflow.endpoint.stop()
