@@ -159,7 +159,7 @@ def _append(path: Path, rows: list[dict[str, Any]]) -> None:
     size = path.stat().st_size if path.exists() else 0
     try:
         with path.open("a") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
     except OSError:
         with suppress(OSError):
             os.truncate(path, size)  # half a line would corrupt the next one

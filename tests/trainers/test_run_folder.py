@@ -4,6 +4,7 @@ import re
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -114,7 +115,7 @@ def test_rows_are_plain_json(tmp_path: Path) -> None:
     folder = used(tmp_path)
     folder.append_metrics(1, {"loss": math.nan, "tokens": 5e6, "lr": 1e-4})
     sample = Sample(
-        prompt=Prompt(index=0, text="1+1=", token_ids=(1,), answer="2"),
+        prompt=Prompt(index=0, text="1+1=", token_ids=(1,), answer=Decimal("2.50")),
         position=3,
         sample_index=1,
         response_ids=(4,),
@@ -133,6 +134,7 @@ def test_rows_are_plain_json(tmp_path: Path) -> None:
         0.5,
         7,
     )
+    assert row["answer"] == "2.50"  # a column of a Parquet file may have types that JSON does not know
 
 
 def checkpoint(root: Path, step: int) -> Path:
