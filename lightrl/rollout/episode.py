@@ -110,7 +110,7 @@ class Episode:
         self.numbers[name] = self.numbers.get(name, 0.0) + amount
 
     def sample(self, prompt: Prompt, position: int, sample_index: int, tokenizer: Any) -> Sample:
-        """Returns the episode as a Sample."""
+        """Returns the episode as a Sample; its numbers become Python's, as checkpoints hold no others."""
         return Sample(
             prompt=prompt,
             position=position,
@@ -123,9 +123,9 @@ class Episode:
             prompt_ids=self._expanded_prompt or self.prompt_ids,
             own=() if all(self._own) else tuple(self._own),
             turns=tuple(self.turns),
-            reward=self.reward,
-            turn_rewards=tuple(self.turn_rewards),
-            numbers=dict(self.numbers),
+            reward=None if self.reward is None else float(self.reward),
+            turn_rewards=tuple(map(float, self.turn_rewards)),
+            numbers={name: float(amount) for name, amount in self.numbers.items()},
             is_scored=self.is_scored,
             routing=self._routing,
             branches=tuple(

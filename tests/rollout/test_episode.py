@@ -75,6 +75,15 @@ def test_turns_earn_parts_of_the_reward() -> None:
     assert (sample.turn_rewards, sample.reward) == ((0.0, 0.75), 0.75)
 
 
+def test_numbers_of_numpy_become_those_of_python() -> None:
+    episode = Episode([2])
+    episode.say(turn(5))
+    episode.earn(np.float32(0.5))  # type: ignore[arg-type]
+    episode.count("steps", np.int64(2))  # type: ignore[arg-type]
+    sample = episode.sample(Prompt(index=0, text="", token_ids=(2,)), 0, 0, builtin_tokenizer())
+    assert [type(number) for number in (sample.reward, *sample.turn_rewards, sample.numbers["steps"])] == [float] * 3
+
+
 def test_a_turn_of_another_temperature_is_not_trained() -> None:
     with pytest.raises(ValueError, match=r"A turn of another temperature than the run's, or .* cannot be trained"):
         Episode([2]).say(turn(5, is_trainable=False))
