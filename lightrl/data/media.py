@@ -126,7 +126,7 @@ def _opened(path: str, kind: str) -> Iterator[Any]:
     try:
         with Image.open(path) as image:
             yield image
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+    except Exception as error:  # PIL raises what it likes for a broken file, such as SyntaxError and struct.error
         raise MediaError(f"the {kind} {path} cannot be read ({error})") from error
 
 

@@ -50,6 +50,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     checkered(64, 64).save(tmp_path / "whole.png")
     (tmp_path / "cut.png").write_bytes((tmp_path / "whole.png").read_bytes()[:3000])
     checkered(8, 8).save(tmp_path / "exif.png", exif=b"Exif\0\0nothing of the kind")
+    checkered(8, 8).save(tmp_path / "short.png", exif=b"Exif\0\0MM\0*")
     np.save(tmp_path / "float.npy", np.zeros((2, 4, 4, 3)))
     np.save(tmp_path / "object.npy", np.array([{}]), allow_pickle=True)
     (tmp_path / "v.mp4").write_text("")
@@ -58,6 +59,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
         (image_size, "text.png", "the image .*text.png cannot be read"),
         (read_image, "cut.png", "the image .*cut.png cannot be read"),
         (image_size, "exif.png", "the image .*exif.png cannot be read"),
+        (read_image, "short.png", "the image .*short.png cannot be read"),
         (video_size, "none.npy", "there is no video .*none.npy"),
         (video_size, "float.npy", r"float.npy is an array of float64 and shape \[2, 4, 4, 3\]: it must be uint8"),
         (read_video, "object.npy", "object.npy cannot be read"),
