@@ -12,6 +12,7 @@ from typing import Any
 from lightrl.config import nearest_name
 from lightrl.config.command_line import flatten
 from lightrl.config.yaml_text import read_yaml
+from lightrl.trainers.loggers.attach import public
 
 Row = Mapping[str, Any]
 
@@ -22,7 +23,7 @@ class RunFiles:
 
     name: str  # different from that of every other run in the report
     root: Path
-    config: Mapping[str, Any]  # by the full name of the option
+    config: Mapping[str, Any]  # by the full name of the option, without secrets
     metrics: Sequence[Row]  # a row per step, ascending
     samples: Sequence[Row]
     timeline: Sequence[Row] = ()  # events of profile/timeline.json
@@ -59,7 +60,7 @@ def read_run(root: Path, name: str = "") -> RunFiles:
     return RunFiles(
         name=name or root.name,
         root=root,
-        config=dict(flatten(options)),
+        config={option: public(option, value) for option, value in flatten(options)},
         metrics=metrics,
         samples=samples,
         timeline=timeline,

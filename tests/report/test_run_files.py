@@ -22,6 +22,15 @@ def test_values_skip_what_is_missing(run_folder: Path) -> None:
     assert run.config["algorithm.loss"] == "ppo_clip"
 
 
+def test_secrets_among_the_options_are_masked(run_folder: Path) -> None:
+    text = "engine_args: [api_key=hunter2, seed=1]\njudge:\n  url: https://me:hunter2@host/v1\n"
+    (run_folder / "config.yaml").write_text(text)
+    assert read_run(run_folder).config == {
+        "engine_args": ["api_key=***", "seed=1"],
+        "judge.url": "https://***@host/v1",
+    }
+
+
 def test_runs_get_names_that_tell_them_apart(tmp_path: Path, run_folder: Path) -> None:
     other = tmp_path / "other" / "run"
     other.parent.mkdir()

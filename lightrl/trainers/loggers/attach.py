@@ -101,13 +101,13 @@ def _id_of(folder: Path) -> str:
 
 def public_options(config: Any) -> dict[str, Any]:
     """Returns all options by name, without possible secrets: keys, tokens, and users in URLs."""
-    return {name: _public(name, value) for name, value in flatten(as_dict(config))}
+    return {name: public(name, value) for name, value in flatten(as_dict(config))}
 
 
-def _public(name: str, value: Any) -> Any:
+def public(name: str, value: Any) -> Any:
     """Returns an option without secrets; its texts may be arguments, such as api_key=SECRET."""
     if isinstance(value, list):
-        return [_public(name, item) for item in value]
+        return [public(name, item) for item in value]
     if not isinstance(value, str):
         return value
     argument, separator, content = value.partition("=")
