@@ -82,13 +82,13 @@ def _shown(value: object) -> str:
     """Returns a value as text, in which a number looks the same however YAML spelled it."""
     if isinstance(value, str):
         try:
-            return f"{float(value):g}"
+            return f"{float(value):.15g}"
         except ValueError:
             return value
     if isinstance(value, list | tuple):
         return ", ".join(map(_shown, value))
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return f"{value:g}" if is_number else "" if value is None else str(value)
+    return f"{value:.15g}" if is_number else "" if value is None else str(value)
 
 
 def _kind_of(run: RunFiles) -> type[Any]:

@@ -25,6 +25,11 @@ def test_runs_are_ranked_at_the_last_step_that_all_have() -> None:
     assert options == "Options that differ, in the order long, short: lr 0.001, 0.03."
 
 
+def test_options_differ_in_any_of_their_digits() -> None:
+    runs = [a_run(str(seed), [0.5], {}, seed=seed, lr="1e-6") for seed in (20260101, 20260102)]
+    assert compare(runs)[-1] == "Options that differ, in the order 20260101, 20260102: seed 20260101, 20260102."
+
+
 def test_a_loss_is_better_when_it_is_lower_and_a_missing_metric_ranks_nobody() -> None:
     losses = [RunFiles(name=name, root=Path(), config={}, metrics=[{"step": 1, "loss": value}], samples=[])
               for name, value in (("a", 2.0), ("b", 1.0))]  # fmt: skip
