@@ -189,17 +189,19 @@ def plateau(smooth: Sequence[float], noise: float) -> int:
 
 
 def _evidence(run: RunFiles, since: int, *, has_risen: bool, has_fallen: bool) -> _Evidence:
-    last = run.metrics[-1]["step"]
-    early_end, late_start = max(1, last // 3), max(since, last - max(3, last // 3))
+    rewards = run.values("reward/mean")
+    before, last = rewards[0][0] - 1, rewards[-1][0]  # a run that branched off another one begins late
+    third = (last - before) // 3
+    early_end, late_start = before + max(1, third), max(since, last - max(3, third))
     change = {}
     for metric in run.metric_names:
         pairs = run.values(metric)
-        early = [value for step, value in pairs if 0 < step <= early_end]
+        early = [value for step, value in pairs if before < step <= early_end]
         late = [value for step, value in pairs if step >= late_start]
         if early and late:
             change[metric] = Change(statistics.fmean(early[: max(3, len(early) // 3)]), statistics.fmean(late))
-    rewards = [item["reward"] for item in run.samples if isinstance(item.get("reward"), int | float)]
-    best = max([*rewards, *(value for _, value in run.values("reward/mean"))], default=0.0)
+    sampled = [item["reward"] for item in run.samples if isinstance(item.get("reward"), int | float)]
+    best = max([*sampled, *(value for _, value in rewards)])
     return _Evidence(run=run, change=change, best=best, has_risen=has_risen, has_fallen=has_fallen, since=since)
 
 

@@ -47,6 +47,24 @@ def test_equal_groups_are_no_problem_of_ppo() -> None:
     assert not any("groups" in title for title in titles(by_critic))
 
 
+def test_a_run_that_branched_off_another_one_is_told_alike() -> None:
+    run = a_run(stops_at_20, entropy=lambda step: 1.0 if step < 20 else 0.1)
+    later = dataclasses.replace(run, metrics=[row | {"step": row["step"] + 1000} for row in run.metrics])
+    found, since = diagnose(run), diagnose(later)
+    assert [finding.title for finding in found] == [
+        "The reward stopped rising at about step 20",
+        "The policy explores little",
+    ]
+    assert since == [finding._replace(title=finding.title.replace("step 20", "step 1020")) for finding in found]
+
+
+def test_rewards_that_all_fail_at_an_end_of_the_run_leave_the_rest_to_judge() -> None:
+    run = a_run(stops_at_20, entropy=1.0)
+    for steps in (range(1, 25), range(37, 61)):
+        rows = [row | ({"reward/mean": None} if row["step"] in steps else {}) for row in run.metrics]
+        assert diagnose(dataclasses.replace(run, metrics=rows))[0].metric == "reward/mean"
+
+
 def test_a_rising_reward_is_no_warning() -> None:
     (finding,) = diagnose(a_run(lambda step: 0.01 * step))
     assert (finding.level, finding.title) == ("good", "The reward was still rising")
