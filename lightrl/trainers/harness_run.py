@@ -6,7 +6,6 @@ import argparse
 import difflib
 import importlib
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,12 @@ def main(arguments: Sequence[str]) -> int:
     """Prints the results as JSON; exits with code 2 for an unknown task or a folder without a model."""
     asked = _parser().parse_args(arguments)
     try:
-        results = _results(asked)
+        text = json.dumps(_results(asked), indent=2, default=str)
+        print_text(text)  # first, as it may have taken hours to find
+        if asked.output:
+            Path(asked.output).write_text(f"{text}\n")
     except (ImportError, ValueError, OSError) as error:
         exit_with_user_error(error)
-    text = json.dumps(results, indent=2, default=str)
-    if asked.output:
-        Path(asked.output).write_text(f"{text}\n")
-    print_text(text)
     return 0
 
 
@@ -60,7 +58,7 @@ def _results(asked: argparse.Namespace) -> dict[str, Any]:
     manager = importlib.import_module("lm_eval.tasks").TaskManager(include_path=asked.include_path)
     tasks = [name for name in asked.tasks.split(",") if name]
     _check_tasks(tasks, set(manager.all_tasks))
-    if os.path.sep in asked.model and not Path(asked.model, "config.json").is_file():
+    if Path(asked.model).is_dir() and not Path(asked.model, "config.json").is_file():
         raise ValueError(f"{asked.model} has no config.json: give the folder of a model, such as RUN/final.")
     found = harness.simple_evaluate(
         model="hf",

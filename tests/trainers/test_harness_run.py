@@ -3,6 +3,8 @@
 import json
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -56,6 +58,44 @@ def test_mistakes_without_the_package(
         assert wanted in capsys.readouterr().err
 
 
+@pytest.fixture
+def evaluated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replaces the harness by one that notes the models it is given, and knows the task `a`."""
+    models: list[str] = []
+
+    def simple_evaluate(*, model_args: dict[str, Any], **_: Any) -> dict[str, Any]:
+        models.append(model_args["pretrained"])
+        return {"results": {"a": {"acc,none": 0.5}}}
+
+    harness, tasks = ModuleType("lm_eval"), ModuleType("lm_eval.tasks")
+    vars(harness).update(simple_evaluate=simple_evaluate, __version__="0.4.9")
+    vars(tasks).update(TaskManager=lambda include_path: SimpleNamespace(all_tasks=["a"]))
+    monkeypatch.setitem(sys.modules, "lm_eval", harness)
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", tasks)
+    return models
+
+
+def test_a_model_is_a_folder_or_a_name_on_the_hub(
+    evaluated: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["some/model", "--tasks", "a"]) == 0
+    with pytest.raises(SystemExit):
+        main([str(tmp_path), "--tasks", "a"])
+    assert f"{tmp_path} has no config.json" in capsys.readouterr().err
+    assert evaluated == ["some/model"]
+
+
+def test_results_are_printed_even_if_their_file_cannot_be_written(
+    evaluated: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["model", "--tasks", "a", "--output", str(tmp_path / "missing" / "out")])
+    assert end.value.code == 2
+    said = capsys.readouterr()
+    assert json.loads(said.out)["results"] == {"a": {"acc,none": 0.5}}
+    assert "missing/out" in said.err
+
+
 @pytest.mark.slow
 def test_a_task_of_ones_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -72,7 +112,7 @@ def test_a_task_of_ones_own(
             "--tasks two_sum: there is no such task. Did you mean two_sums",
         ),
         (["no/model", "--tasks", ",", *own], "--tasks names no task"),
-        (["no/model", "--tasks", "two_sums", *own], "no/model has no config.json"),
+        ([str(tmp_path), "--tasks", "two_sums", *own], f"{tmp_path} has no config.json"),
     ):
         with pytest.raises(SystemExit) as end:
             main(words)
