@@ -24,6 +24,9 @@ num_gpus=0
 if command -v nvidia-smi >/dev/null; then
     num_gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
 fi
+if ((num_gpus)) && [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then # the run sees only these
+    num_gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true)
+fi
 num_ranks=2
 if ((num_gpus == 1)); then
     num_ranks=1 # each rank needs its own GPU

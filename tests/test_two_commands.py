@@ -87,6 +87,16 @@ def test_quickstart_starts_no_more_ranks_than_gpus(clone: Path, num_gpus: str, n
     assert f"OMP_NUM_THREADS=unset -m torch.distributed.run --standalone --nproc_per_node {num_ranks} " in said
 
 
+@pytest.mark.parametrize(
+    ("visible", "threads", "num_ranks"), [("5", "unset", "1"), ("0,5", "unset", "2"), ("", "1", "2")]
+)
+def test_quickstart_counts_the_gpus_that_the_run_sees(clone: Path, visible: str, threads: str, num_ranks: str) -> None:
+    _, said = run_script(clone, "scripts/quickstart.sh", NUM_GPUS="8", CUDA_VISIBLE_DEVICES=visible)
+    assert started(said).startswith(
+        f"OMP_NUM_THREADS={threads} -m torch.distributed.run --standalone --nproc_per_node {num_ranks} "
+    )
+
+
 def test_quickstart_fails_as_the_run_does(clone: Path) -> None:
     code, said = run_script(clone, "scripts/quickstart.sh", PYTHON_EXIT="7")
     assert code == 7
