@@ -143,8 +143,8 @@ def _from_environment(variable: str, default: str) -> Path:
 
 
 def _writable(name: str, folder: Path, setting: str) -> Finding:
-    nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     try:
+        nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
         with tempfile.TemporaryFile(dir=nearest) as file:
             file.write(b"\0" * 4096)
             file.flush()

@@ -1,5 +1,6 @@
 """Each limit of a machine, as found and with too little of it."""
 
+import os
 import resource
 import shutil
 import socket
@@ -77,6 +78,18 @@ def test_a_loopback_address_is_a_warning_where_other_machines_must_reach_it(monk
         monkeypatch.setenv("WORLD_SIZE", world)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
         assert by_check(check_ports())["host name"].verdict == verdict
+
+
+def test_a_folder_that_this_user_may_not_enter(tmp_path: Path) -> None:
+    (tmp_path / "closed").mkdir(mode=0)
+    user = os.geteuid()
+    try:
+        os.seteuid(user or 65534)  # root may enter every folder
+        output, *others = check_folders(str(tmp_path / "closed" / "run"))
+    finally:
+        os.seteuid(user)
+    assert (output.verdict, output.remedy) == ("fail", "Give a folder that can be written by --output_dir.")
+    assert len(others) == 3
 
 
 def test_folders_that_a_run_writes_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
