@@ -31,8 +31,7 @@ def check_packages() -> Iterator[Finding]:
         remedy = "Install lightrl again: pip install lightrl."
         yield Finding("packages", "fail", f"not installed: {', '.join(missing)}", remedy)
     for name in sorted(present.keys() - {"python"}):
-        extras = tuple(present) if name == "lightrl" else ()
-        for wanted, version in _unmet(name, present, extras):
+        for wanted, version in _unmet(name, present):
             yield Finding(
                 "packages fit",
                 "fail" if wanted.name in _CORE else "warning",
@@ -41,7 +40,7 @@ def check_packages() -> Iterator[Finding]:
             )
 
 
-def _unmet(name: str, present: dict[str, str], extras: tuple[str, ...]) -> Iterator[tuple[Requirement, str]]:
+def _unmet(name: str, present: dict[str, str]) -> Iterator[tuple[Requirement, str]]:
     """Yields the requirements of a package that another installed package does not meet."""
     for text in metadata.requires(name) or ():
         try:
@@ -49,16 +48,16 @@ def _unmet(name: str, present: dict[str, str], extras: tuple[str, ...]) -> Itera
         except InvalidRequirement:
             continue
         version = present.get(_normal(wanted.name), "")
-        if version and _applies(wanted, extras) and not wanted.specifier.contains(version, prereleases=True):
+        if version and _applies(wanted, of=name) and not wanted.specifier.contains(version, prereleases=True):
             wanted.marker = None
             yield wanted, version
 
 
-def _applies(wanted: Requirement, extras: tuple[str, ...]) -> bool:
-    """Returns whether a requirement applies here; one of an extra applies only if the extra's package is installed."""
-    if wanted.marker is None:
+def _applies(wanted: Requirement, *, of: str) -> bool:
+    """Returns whether a requirement applies here, as all do that lightrl has of an optional package."""
+    if wanted.marker is None or (of == "lightrl" and wanted.name in _OPTIONAL):
         return True
-    return any(wanted.marker.evaluate({"extra": extra}) for extra in ("", *extras))
+    return wanted.marker.evaluate({"extra": ""})
 
 
 def _version(name: str) -> str:

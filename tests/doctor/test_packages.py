@@ -54,6 +54,13 @@ def test_an_optional_package_of_the_wrong_version_is_a_warning(monkeypatch: pyte
     assert finding.found == "lightrl 1.0 needs deepspeed>=0.19.8, and 0.18.0 is installed"
 
 
+def test_an_optional_package_is_checked_whatever_its_extra_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [*CORE["lightrl"][1], 'peft>=0.18; extra == "lora"', 'numpy>=9; extra == "datasets"']
+    install(monkeypatch, CORE | {"lightrl": ("1.0", asked), "peft": ("0.10.0", [])})
+    _, finding = check_packages()
+    assert finding.found == "lightrl 1.0 needs peft>=0.18, and 0.10.0 is installed"
+
+
 def test_a_missing_package_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, {name: value for name, value in CORE.items() if name != "safetensors"})
     _, finding = check_packages()
