@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from lightrl.comm import Comm, connect, pick_device
-from lightrl.config import option, parse_config, print_text, print_user_error
+from lightrl.config import exit_with_user_error, option, parse_config, print_text, print_user_error
 from lightrl.doctor.findings import Finding, findings_of
 from lightrl.doctor.machine import check_devices, check_folders, check_limits, check_ports
 from lightrl.doctor.packages import check_packages, check_python
@@ -42,11 +42,13 @@ class DoctorConfig:
 def main(arguments: Sequence[str]) -> int:
     """Runs the checks; rank 0 prints the findings of all machines, and every rank returns the same exit code."""
     config = parse_config(DoctorConfig, arguments, "lightrl doctor")
-    device = pick_device("auto", int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     try:
+        device = pick_device("auto", int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         comm = connect(device, timedelta(seconds=config.timeout_s))
         by_place = _collect(comm, config)
         comm.close()
+    except ValueError as error:  # more ranks than GPUs
+        exit_with_user_error(error)
     except (RuntimeError, OSError) as error:
         print_user_error(OSError(f"{error}\n{_APART}"))
         return 1

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from lightrl.comm import Comm
 from lightrl.doctor import report
@@ -44,3 +45,13 @@ def test_ranks_that_do_not_meet_get_a_remedy(
     monkeypatch.setattr(report, "connect", unreachable)
     assert report.main([]) == 1
     assert "Is MASTER_ADDR the address of the first machine" in capsys.readouterr().err
+
+
+def test_a_rank_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit) as end:
+        report.main([])
+    assert end.value.code == 2
+    assert "error: Local rank 1 has no GPU: 1 usable here." in capsys.readouterr().err
