@@ -113,7 +113,7 @@ def _start(program: Run | Command, arguments: Sequence[str], name: str) -> int:
         return int(resolve_name(program.start)(arguments) or 0)
     config = parse_config(program.config, arguments, name)  # before torch is loaded: a mistake is reported at once
     if config.dry_run:
-        raise SystemExit(resolve_name("lightrl.plan.plan_program:dry_run")(config, name.rpartition(" ")[2]))
+        raise SystemExit(resolve_name("lightrl.plan.plan_program:dry_run")(config))
     resolve_name("lightrl.trainers.fit:run_trainer")(resolve_name(program.trainer), config)
     return 0
 

@@ -82,10 +82,11 @@ def plan(trainers: Any, arguments: Sequence[str]) -> int:
     return _plan(config, parse_config(PlanConfig, own, f"lightrl plan {name}"), name)
 
 
-def dry_run(config: RunConfig, name: str) -> int:
+def dry_run(config: RunConfig) -> int:
     """Plans a run for the ranks and devices on which it was started; rank 0 prints."""
     if isinstance(config, EvaluateConfig):
         exit_with_user_error(ValueError("--dry_run plans a run that trains, and an evaluation does not: leave it out."))
+    name = type(config).__name__.removesuffix("Config").lower()
     return _plan(config, PlanConfig(), name, is_here=True)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightrl.plan.plan_program import parse_size
-from lightrl.programs import main
+from lightrl.programs import main, start
 
 
 @pytest.fixture
@@ -45,10 +45,14 @@ def test_a_length_left_at_the_default_of_the_built_in_model_is_told(
 
 
 def test_a_dry_run_starts_nothing(model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["train", "dpo", "--model", model, "--output_dir", str(tmp_path / "run"), "--dry_run", "True"])
-    assert end.value.code == 0
-    assert "score by reference" in capsys.readouterr().out
+    asked = ["--model", model, "--output_dir", str(tmp_path / "run"), "--dry_run", "True"]
+    for begin in (lambda: main(["train", "dpo", *asked]), lambda: start("dpo", asked)):  # start(): as scripts/ do
+        with pytest.raises(SystemExit) as end:
+            begin()
+        assert end.value.code == 0
+        told = capsys.readouterr().out
+        assert told.startswith("dpo: ")
+        assert "score by reference" in told
     assert not (tmp_path / "run").exists()
 
 
