@@ -213,10 +213,10 @@ def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Splits arguments into the options of the plan and those of the trainer."""
     own: list[str] = []
     rest: list[str] = []
-    names = {f"--{name}" for name in option_names(PlanConfig)}
+    names = {f"__{name}" for name in option_names(PlanConfig)}
     target = rest
     for word in words:
         if word.startswith("--"):
-            target = own if word.partition("=")[0] in names else rest
+            target = own if word.partition("=")[0].replace("-", "_") in names else rest
         target.append(word)
     return own, rest

@@ -22,7 +22,7 @@ def test_the_exit_code_says_whether_a_run_fits(model: str, capsys: pytest.Captur
     asked = ["plan", "grpo", "--model", model, "--ranks", "4", "--strategy", "fsdp", "--max_new_tokens", "64"]
     assert main([*asked, "--device_memory", "1GB", "--dtype", "bfloat16"]) == 0
     assert "on 4 rank(s) by fsdp" in capsys.readouterr().out
-    assert main([*asked, "--device_memory", "100KB", "--json", "True"]) == 1
+    assert main([*asked, "--device-memory", "100KB", "--json", "True"]) == 1
     assert json.loads(capsys.readouterr().out)["fits"] is False
 
 
