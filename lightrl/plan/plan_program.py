@@ -98,8 +98,7 @@ def _plan(config: RunConfig, asked: PlanConfig, name: str, *, is_here: bool = Fa
             sizes = MeshSizes(replicas=config.fsdp.replicate_size, tokens=config.sp_size, tensors=config.tp_size)
             check_mesh(machine.ranks, sizes)
         models = models_of(config)
-        if asked.fit:
-            config = _fitting(config, models, machine)
+        config, chosen = _fitting(config, models, machine) if asked.fit else (config, "")
         made = plan_run(config, models, machine)
     except (ValueError, OSError, ImportError) as error:
         exit_with_user_error(error)
@@ -111,8 +110,9 @@ def _plan(config: RunConfig, asked: PlanConfig, name: str, *, is_here: bool = Fa
         title = f"{name}: {made.num_weights / 1e9:.3g}B weights on {machine.ranks} rank(s) by " + strategy_name(
             config, machine.ranks
         )
-        text = f"{table(made, machine, title)}\n{verdict(made, machine, is_enough=is_enough, found=found)}"
-        print_text(as_json(made, is_enough=is_enough, found=found) if asked.json else text)
+        text = f"{chosen}{table(made, machine, title)}\n{verdict(made, machine, is_enough=is_enough, found=found)}"
+        as_object = as_json(made, is_enough=is_enough, found=found, chosen=chosen.strip())
+        print_text(as_object if asked.json else text)
     return int(not is_enough)
 
 
@@ -134,21 +134,20 @@ def _warn_of_unread_adapters(config: RunConfig, models: Models) -> None:
         sys.stderr.write(f"The plan leaves an adapter out, which the engine would hold, too: {reason}\n\n")
 
 
-def _fitting(config: RunConfig, models: Models, machine: Machine) -> RunConfig:
-    """Prints the options that make the run fit and returns the config with them, or unchanged if there are none."""
+def _fitting(config: RunConfig, models: Models, machine: Machine) -> tuple[RunConfig, str]:
+    """Returns the config with options that make the run fit, unchanged if there are none, and what to say of them."""
     if not machine.memory:
         raise ValueError("--fit True needs the memory of a device: give --device_memory, such as 24GB.")
     chosen = choose(config, models, machine)
     if not fits(chosen.plan, machine, SAFE_SHARE):
         lora = "" if config.lora.is_on else ", --lora.rank 32"
-        print_text(
+        return config, (
             f"--fit: no choice fits. The least peak is {size_text(chosen.plan.peak.total)} in "
-            f"{chosen.plan.peak.name!r}, by {chosen.flags()}. Use more --ranks{lora}, or a smaller model.\n"
+            f"{chosen.plan.peak.name!r}, by {chosen.flags()}. Use more --ranks{lora}, or a smaller model.\n\n"
         )
-        return config
     kept = "" if "dtype" in chosen.changes else f" (--dtype {config.dtype} as before)"
-    print_text(f"--fit: {flags_of(chosen.changes) or 'it fits as it is'}{kept}\n")
-    return changed(config, chosen.changes)
+    told = f"--fit: {flags_of(chosen.changes) or 'it fits as it is'}{kept}\n\n"
+    return changed(config, chosen.changes), told
 
 
 def machine_of(config: RunConfig, asked: PlanConfig, *, is_here: bool = False) -> Machine:

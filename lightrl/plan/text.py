@@ -66,8 +66,8 @@ def _told(remedy: Remedy, machine: Machine) -> str:
     return f"  {remedy.flags():48} {saved}peak {size_text(peak.total)} in {peak.name!r}: {after}"
 
 
-def as_json(plan: Plan, *, is_enough: bool, found: Sequence[Remedy]) -> str:
-    """Returns the plan for programs; all sizes are in bytes."""
+def as_json(plan: Plan, *, is_enough: bool, found: Sequence[Remedy], chosen: str = "") -> str:
+    """Returns the plan for programs; all sizes are in bytes. `chosen` is what --fit found."""
     content = {
         "phases": [{"name": phase.name, "bytes": round(phase.total), "parts": phase.parts} for phase in plan.phases],
         "peak": {"name": plan.peak.name, "bytes": round(plan.peak.total)},
@@ -76,6 +76,7 @@ def as_json(plan: Plan, *, is_enough: bool, found: Sequence[Remedy]) -> str:
         "batches": plan.batches.describe(),
         "prompts": plan.prompts,
         "fits": is_enough,
+        "chosen": chosen,
         "remedies": [{"flags": remedy.flags(), "saves_bytes": round(remedy.saved)} for remedy in found[:_NAMED]],
     }
     return json.dumps(content, indent=2)

@@ -30,6 +30,8 @@ def test_fit_prints_flags(model: str, capsys: pytest.CaptureFixture[str]) -> Non
     asked = ["plan", "sft", "--model", model, "--ranks=1", "--response_tokens", "100", "--fit", "True"]
     assert main([*asked, "--device_memory", "9MB"]) == 0
     assert capsys.readouterr().out.startswith("--fit: --max_tokens_per_microbatch ")
+    assert main([*asked, "--device_memory", "9MB", "--json", "True"]) == 0
+    assert json.loads(capsys.readouterr().out)["chosen"].startswith("--fit: --max_tokens_per_microbatch ")
 
 
 def test_a_length_left_at_the_default_of_the_built_in_model_is_told(
