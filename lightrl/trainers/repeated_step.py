@@ -45,10 +45,13 @@ def repeat_step(
     whole = [] if "tokens/computed_share" in wanted or not wanted else ["--share_prompts", "False"]
     different: list[str] = []
 
-    def repeat(trainer: Trainer) -> None:
-        different.extend(_repeat(trainer, run, step, wanted, is_debugged=is_debugged))
-
     with tempfile.TemporaryDirectory(prefix="lightrl-step-") as folder:
+
+        def repeat(trainer: Trainer) -> None:
+            if trainer.config.rollout.record:  # that of the run stays as it is
+                trainer.config.rollout.record = str(Path(folder) / "record")
+            different.extend(_repeat(trainer, run, step, wanted, is_debugged=is_debugged))
+
         options = read_options(["--output_dir", str(Path(folder) / "run"), *resumed, *whole])
         run_program(build, options, act=repeat)
     return int(bool(different))

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightrl.config import CheckpointConfig, EvalConfig, GRPOConfig
+from lightrl.config import CheckpointConfig, EvalConfig, GRPOConfig, WorkflowConfig
 from lightrl.trainers import lifetime, recorded_run
+from lightrl.trainers.fit import build_trainer
 from lightrl.trainers.grpo import GRPOTrainer
 from lightrl.trainers.repeated_step import _metrics_of, differences
 
@@ -70,6 +71,20 @@ def test_a_step_is_repeated_to_the_bit_from_the_checkpoint_before_it(
     metrics.write_text(metrics.read_text().replace('"entropy": ', '"entropy": 7'))
     assert recorded_run.replay([str(tmp_path / "run"), "--step", "3"]) == 1
     assert "entropy was 7" in capsys.readouterr().out
+
+
+def test_a_step_that_is_repeated_with_other_options_leaves_the_record_of_the_run_alone(
+    toy_options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shared = {**toy_options, "num_prompts": 2, "eval": EvalConfig(every=0), "output_dir": str(tmp_path / "run")}
+    options = GRPOConfig(**shared, max_steps=1, rollout=WorkflowConfig(record=str(tmp_path / "record")))
+    trainer = build_trainer(GRPOTrainer, options)
+    trainer.fit()
+    trainer.close()
+    written = {path: path.read_bytes() for path in (tmp_path / "record").rglob("*.jsonl")}
+    assert recorded_run.replay([str(tmp_path / "run"), "--step", "1", "--seed", "7"]) == 1
+    assert "not repeated to the bit" in capsys.readouterr().out
+    assert written == {path: path.read_bytes() for path in written}
 
 
 def test_a_step_before_the_point_at_which_a_run_branched_off_is_told(
