@@ -22,9 +22,8 @@ _lightrl() {{
     [ "$COMP_CWORD" -eq 1 ] && words="{commands}"
     [ "$COMP_CWORD" -eq 2 ] && [ "${{COMP_WORDS[1]}}" = train ] && words="{trainers}"
     COMPREPLY=($(compgen -W "$words" -- "$current"))
-    [ -z "$words" ] || [ "${{#COMPREPLY[@]}}" -gt 0 ] || COMPREPLY=($(compgen -f -- "$current"))
 }}
-complete -F _lightrl lightrl"""
+complete -o default -F _lightrl lightrl"""
 
 
 def main(arguments: Sequence[str]) -> None:

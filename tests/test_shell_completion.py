@@ -18,6 +18,8 @@ from lightrl.shell_completion import main
         ("lightrl train ppo --critic_mo", "--critic_model"),
         ("lightrl train sft --rollout.ov", ""),
         ("lightrl evaluate --eval.k", "--eval.k"),
+        ("lightrl evaluate --config ru", ""),
+        ("lightrl report ru", ""),
     ],
 )
 def test_bash_completes_commands_and_options(words: str, completed: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,6 +29,14 @@ def test_bash_completes_commands_and_options(words: str, completed: str, capsys:
     script += f'COMP_CWORD={len(typed) - 1}\n_lightrl\necho "${{COMPREPLY[@]}}"'
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=30, check=True)
     assert done.stdout == f"{completed}\n"
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
+def test_paths_are_completed_where_no_word_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["bash"])
+    script = f"{capsys.readouterr().out}\ncomplete -p lightrl"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout == "complete -o default -F _lightrl lightrl\n"
 
 
 def test_zsh_runs_the_completion_of_bash(capsys: pytest.CaptureFixture[str]) -> None:
