@@ -42,15 +42,27 @@ def engine_of(
     *,
     ranks: int,
     memory: float,
+    trainers: int | None = None,
     is_accelerator: bool = True,
 ) -> Engine:
-    """Returns the bytes of a rank's engine. memory: bytes of the device, a share of which vllm and sglang take."""
+    """Returns the bytes of a rank's engine.
+
+    Args:
+        config: The run's options.
+        policy: The model that generates.
+        batches: The sequences of a step.
+        adapters: Those that the engine applies; None if it has none.
+        ranks: Number of ranks that generate.
+        memory: Bytes of the device, a share of which vllm and sglang take.
+        trainers: Number of ranks that train; None: the same ones.
+        is_accelerator: Whether the device is a GPU.
+    """
     size = 2 if config.dtype == "bfloat16" else _FLOAT
     plain = [weight for weight in policy.weights if ".lora_" not in weight.name and "value_head" not in weight.name]
     numel = sum(weight.numel for weight in plain)
     largest = max(weight.numel for weight in plain)
     per_token = kv_bytes_of_token(policy.hf_config, size)
-    sync = _sync(config, numel, largest, size, ranks)
+    sync = _sync(config, numel, largest, size, trainers or ranks)
     if config.engine == "native":
         rows = min(config.native.max_num_seqs, -(-batches.sequences // ranks))
         positions = -(-batches.length // _STEP) * _STEP

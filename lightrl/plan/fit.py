@@ -12,7 +12,7 @@ from typing import Any
 from lightrl.config import PPOConfig, RolloutConfig, RunConfig
 from lightrl.models.lora import has_peft
 from lightrl.plan.peaks import Machine, Models, Plan, plan_run
-from lightrl.plan.spread import strategy_name
+from lightrl.plan.spread import num_trainers, strategy_name
 
 Changes = dict[str, Any]  # options by full name
 
@@ -170,7 +170,8 @@ def _tp_sizes(config: RolloutConfig, models: Models, machine: Machine) -> list[i
 
 def _spreads(config: RunConfig, machine: Machine) -> list[Changes]:
     """Returns other ways to spread the model, cheapest first."""
-    name = strategy_name(config, machine.ranks)
+    trainers = num_trainers(config, machine.ranks)
+    name = strategy_name(config, trainers)
     if name == "deepspeed":
         stages: list[Changes] = [{"deepspeed.zero_stage": stage} for stage in range(config.deepspeed.zero_stage + 1, 4)]
         last = stages[-1] if stages else {}
@@ -180,7 +181,7 @@ def _spreads(config: RunConfig, machine: Machine) -> list[Changes]:
         return [] if config.megatron.distributed_optimizer else [{"megatron.distributed_optimizer": True}]
     if name in ("single", "ddp"):
         sharded: Changes = {"strategy": "fsdp"}
-        return ([sharded] if machine.ranks > 1 else []) + [{**sharded, "fsdp.cpu_offload": True}]
+        return ([sharded] if trainers > 1 else []) + [{**sharded, "fsdp.cpu_offload": True}]
     whole: list[Changes] = [] if config.fsdp.reshard_after_forward else [{"fsdp.reshard_after_forward": True}]
     often: Changes = {} if config.fsdp.reduce_each_micro_batch else {"fsdp.reduce_each_micro_batch": True}
     return [

@@ -15,7 +15,7 @@ from lightrl.plan.batches import Batches, batches_of, flops_of_step, passes_of
 from lightrl.plan.engine import Engine, engine_of
 from lightrl.plan.models import Model, critic_of, policy_of, reward_model_of
 from lightrl.plan.shared_prompts import sharing_of, told, with_shared_prompts
-from lightrl.plan.spread import Kept, kept_of, strategy_name
+from lightrl.plan.spread import Kept, kept_of, num_trainers, strategy_name
 from lightrl.plan.stages import StageNeed, stage_need
 
 _FLOAT = 4
@@ -103,8 +103,8 @@ class Models:
 
 def plan_run(config: RunConfig, models: Models, machine: Machine) -> Plan:
     """Returns the phases of a step in a run whose ranks are all as full as possible."""
-    own_ranks = config.rollout_ranks if isinstance(config, RolloutConfig) else 0
-    trainers = machine.ranks - own_ranks
+    trainers = num_trainers(config, machine.ranks)
+    own_ranks = machine.ranks - trainers
     if trainers < 1:
         raise ValueError(f"--rollout_ranks {own_ranks} leaves none of {machine.ranks} ranks to train.")
     batches = batches_of(
@@ -120,6 +120,7 @@ def plan_run(config: RunConfig, models: Models, machine: Machine) -> Plan:
             batches,
             models.adapters_of(config),
             ranks=own_ranks or trainers,
+            trainers=trainers,
             memory=machine.memory,
             is_accelerator=machine.is_accelerator,
         )

@@ -35,7 +35,7 @@ from lightrl.models.option_names import naming
 from lightrl.models.policy import load_config
 from lightrl.plan.fit import SAFE_SHARE, changed, choose, fits, flags_of, remedies
 from lightrl.plan.peaks import Machine, Models, plan_run
-from lightrl.plan.spread import strategy_name
+from lightrl.plan.spread import num_trainers, strategy_name
 from lightrl.plan.text import as_json, size_text, table, verdict
 from lightrl.strategy import strategy_class
 from lightrl.strategy.layout.meshes import MeshSizes, check_mesh
@@ -94,9 +94,10 @@ def _plan(config: RunConfig, asked: PlanConfig, name: str, *, is_here: bool = Fa
     try:
         machine = machine_of(config, asked, is_here=is_here)
         check_own_options(config, strategy_class(config.strategy))
-        if strategy_name(config, machine.ranks) == "fsdp":
+        trainers = num_trainers(config, machine.ranks)
+        if strategy_name(config, trainers) == "fsdp":
             sizes = MeshSizes(replicas=config.fsdp.replicate_size, tokens=config.sp_size, tensors=config.tp_size)
-            check_mesh(machine.ranks, sizes)
+            check_mesh(trainers, sizes)
         models = models_of(config)
         config, chosen = _fitting(config, models, machine) if asked.fit else (config, "")
         made = plan_run(config, models, machine)
@@ -108,7 +109,7 @@ def _plan(config: RunConfig, asked: PlanConfig, name: str, *, is_here: bool = Fa
     found = [] if is_enough else remedies(config, models, machine, made)
     if os.environ.get("RANK", "0") == "0":
         title = f"{name}: {made.num_weights / 1e9:.3g}B weights on {machine.ranks} rank(s) by " + strategy_name(
-            config, machine.ranks
+            config, trainers
         )
         text = f"{chosen}{table(made, machine, title)}\n{verdict(made, machine, is_enough=is_enough, found=found)}"
         as_object = as_json(made, is_enough=is_enough, found=found, chosen=chosen.strip())

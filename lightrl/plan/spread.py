@@ -50,8 +50,13 @@ class Ranks:
         return self.of_rest // self.tensors
 
 
+def num_trainers(config: RunConfig, ranks: int) -> int:
+    """Returns how many of the ranks train; with --rollout_ranks the others only generate."""
+    return ranks - getattr(config, "rollout_ranks", 0)
+
+
 def strategy_name(config: RunConfig, world: int) -> str:
-    """Returns the strategy of a run; auto depends on the number of ranks."""
+    """Returns the strategy of a run; auto depends on the number of ranks that train."""
     return ("single" if world == 1 else "fsdp") if config.strategy == "auto" else config.strategy
 
 

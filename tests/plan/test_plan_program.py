@@ -26,6 +26,15 @@ def test_the_exit_code_says_whether_a_run_fits(model: str, capsys: pytest.Captur
     assert json.loads(capsys.readouterr().out)["fits"] is False
 
 
+@pytest.mark.parametrize("split", [("--tp_size", "2"), ("--fsdp.replicate_size", "2")])
+def test_only_the_ranks_that_train_are_split(
+    model: str, split: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["plan", "grpo", "--model", model, "--ranks", "3", "--rollout_ranks", "1", "--max_new_tokens", "64"]
+    assert main([*asked, *split]) == 0
+    assert "on 3 rank(s) by fsdp" in capsys.readouterr().out
+
+
 def test_fit_prints_flags(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["plan", "sft", "--model", model, "--ranks=1", "--response_tokens", "100", "--fit", "True"]
     assert main([*asked, "--device_memory", "9MB"]) == 0
