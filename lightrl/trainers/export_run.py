@@ -82,7 +82,7 @@ def _config_of(run: Path) -> RunConfig:
     kind = next((kind for kind in kinds if set(saved) <= set(kind.__dataclass_fields__)), None)
     if kind is None:
         raise ValueError(f"{run} trained no language model: final/ holds its model.")
-    return parse_config(kind, ["--config", str(run / "config.yaml")])
+    return parse_config(kind, ["--config", str(run / "config.yaml"), "--log.to="])  # loggers may be installed elsewhere
 
 
 def _step_of_final(run: Path, config: RunConfig) -> int | None:

@@ -52,7 +52,7 @@ def repeat_step(
                 trainer.config.rollout.record = str(Path(folder) / "record")
             different.extend(_repeat(trainer, run, step, wanted, is_debugged=is_debugged))
 
-        options = read_options(["--output_dir", str(Path(folder) / "run"), *resumed, *whole])
+        options = read_options(["--output_dir", str(Path(folder) / "run"), "--log.to=", *resumed, *whole])
         run_program(build, options, act=repeat)
     return int(bool(different))
 

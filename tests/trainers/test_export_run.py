@@ -14,9 +14,10 @@ from lightrl.trainers.ppo import PPOTrainer
 from lightrl.trainers.sft import SFTTrainer
 
 
-def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("lightrl.config.log_sections.LOGGERS", ("logger_of_the_cluster",))  # not installed here
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text("num_prompts: 2\n")
+    (tmp_path / "run" / "config.yaml").write_text("num_prompts: 2\nlog:\n  to: logger_of_the_cluster\n")
     for words, wanted in (
         (["nowhere"], "nowhere is no folder of a run"),
         ([str(tmp_path / "run")], "has no checkpoint, and no complete final/ of its last step. There is none"),
