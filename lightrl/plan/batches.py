@@ -8,6 +8,7 @@ from typing import Any
 from lightrl.config import DPOConfig, GRPOConfig, OfflineConfig, PPOConfig, RMConfig, RolloutConfig, RunConfig
 from lightrl.plan.activations import PackShape
 from lightrl.plan.models import Model
+from lightrl.plan.rectangles import is_tied
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +107,7 @@ def active_weights(hf_config: Any, model: Model) -> float:
     return sum(
         weight.numel * (share if ".experts." in weight.name else 1.0)
         for weight in model.weights
-        if "embed_tokens" not in weight.name
+        if "embed_tokens" not in weight.name or is_tied(model)  # then it is the output head, too
     )
 
 

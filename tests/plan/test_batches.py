@@ -1,5 +1,6 @@
 """The arithmetic of batches and work."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -54,4 +55,7 @@ def test_work_and_cache(small_config: Any) -> None:
     # 20 tokens; forward 2 x weights, attention 2 x 3 layers x 4 heads x 8 wide x 10 long; the backward is twice that.
     wanted = 3 * 20 * (2 * weights + 2 * 3 * 4 * 8 * 10)
     assert flops_of_step(config, small_config, model, batches, passes_of(config)) == wanted
+    tied = copy.deepcopy(small_config)
+    tied.tie_word_embeddings = True  # one matrix less, but the same products
+    assert flops_of_step(config, tied, policy_of(tied, config), batches, passes_of(config)) == wanted
     assert kv_bytes_of_token(small_config, 2) == 2 * 3 * 2 * 8 * 2
