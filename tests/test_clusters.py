@@ -114,6 +114,15 @@ def test_an_array_gives_each_task_its_seed_and_folder(tmp_path: Path) -> None:
     assert done.stdout.endswith("--strategy fsdp --seed 3 --output_dir runs/7/seed-3 --max_steps 2\n")
 
 
+def test_a_run_that_ends_while_it_is_asked_to_is_not_queued_again(tmp_path: Path) -> None:
+    environment = job(tmp_path, SLURM_JOB_ID="7")
+    srun = "#!/usr/bin/env bash\n[[ $1 == --overlap ]] && exec sleep 1\nkill -USR1 $PPID\nsleep 0.5\n"
+    (tmp_path / "bin" / "srun").write_text(srun)
+    done = subprocess.run(["bash", str(REQUEUE)], env=environment, timeout=60, check=False)
+    assert done.returncode == 0
+    assert not (tmp_path / "asked").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("pkill") is None, reason="needs pkill, as the nodes of a cluster do")
 def test_a_job_that_is_signalled_writes_a_checkpoint_and_is_queued_again(tmp_path: Path) -> None:
