@@ -57,7 +57,7 @@ def compared(folder: Path) -> tuple[str, str]:
         return "-" * 64, f"cannot be read ({error})"
     if not stored.is_file():
         return lines[0], f"no {HASH_FILE} to compare with"
-    expected = stored.read_text().splitlines()
+    expected = [line for line in stored.read_text(errors="replace").splitlines() if line.strip()]
     if expected == lines:
         return lines[0], ""
     different = sorted(set(expected[1:]) ^ set(lines[1:])) or [HASH_FILE]

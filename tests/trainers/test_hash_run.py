@@ -53,6 +53,14 @@ def test_a_changed_or_damaged_file_is_named(run: Path, capsys: pytest.CaptureFix
     assert ":" not in lines["final/adapter"]
 
 
+@pytest.mark.parametrize("damage", [b"\n\n", b"\xff\xfe\n"])
+def test_a_damaged_file_of_hashes_differs(run: Path, damage: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    stored = run / "final" / HASH_FILE
+    stored.write_bytes(stored.read_bytes().partition(b"\n")[0] + damage)
+    assert main([str(run)]) == 1
+    assert "  final: differs from " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("make", "reason"), [(True, "holds no saved weights"), (False, "is not a folder")])
 def test_what_is_no_run_is_a_users_mistake(
     tmp_path: Path, make: bool, reason: str, capsys: pytest.CaptureFixture[str]
