@@ -64,11 +64,13 @@ def replay(arguments: Sequence[str]) -> int:
     is_ppo = "critic" in saved
     kind: type[RolloutConfig] = PPOConfig if is_ppo else GRPOConfig
     own, options = _parser().parse_known_args(arguments)
+    if own.debug and not own.step:
+        exit_with_user_error(ValueError("--debug stops before one step: give --step N too."))
 
     def read_options(added: Sequence[str]) -> RolloutConfig:
         return parse_config(kind, ["--config", str(recorded / "config.yaml"), *added, *options])
 
-    if own.step > 0:
+    if own.step:
         ordinary = PPOTrainer if is_ppo else GRPOTrainer
         return repeat_step(
             partial(build_trainer, ordinary), read_options, recorded, step=own.step, is_debugged=own.debug
@@ -96,6 +98,12 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("run", metavar="RUN", help="folder of the recorded run; it comes first")
-    parser.add_argument("--step", type=int, default=0, metavar="N", help="repeat this step and compare its numbers")
+    parser.add_argument("--step", type=_step, default=0, metavar="N", help="repeat this step and compare its numbers")
     parser.add_argument("--debug", action="store_true", help="with --step: enter pdb before the step")
     return parser
+
+
+def _step(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number}: steps count from 1")
+    return number

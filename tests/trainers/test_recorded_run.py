@@ -26,3 +26,11 @@ def test_a_run_that_learned_from_its_data_is_not_repeated(tmp_path: Path, capsys
     with pytest.raises(SystemExit):
         replay([str(tmp_path), "--step", "2"])
     assert "only runs of GRPO and PPO can be repeated" in capsys.readouterr().err
+
+
+def test_a_step_is_counted_from_1_and_a_debugger_needs_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("max_steps: 2\n")
+    for words, wanted in ((["--step", "0"], "0: steps count from 1"), (["--debug"], "--debug stops before one step")):
+        with pytest.raises(SystemExit, match="2"):
+            replay([str(tmp_path), "--output_dir", str(tmp_path / "new"), *words])
+        assert wanted in capsys.readouterr().err
