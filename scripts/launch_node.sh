@@ -45,7 +45,7 @@ check_variables() {
     for name in NNODES NODE_RANK MASTER_PORT NPROC_PER_NODE; do
         [[ ${!name} =~ ^[0-9]+$ ]] || fail "$name is '${!name}': it must be a whole number."
     done
-    ((NODE_RANK < NNODES)) || fail "NODE_RANK is $NODE_RANK: with NNODES $NNODES it must be 0 to $((NNODES - 1))."
+    ((10#$NODE_RANK < 10#$NNODES)) || fail "NODE_RANK is $NODE_RANK: with NNODES $NNODES it must be 0 to $((10#$NNODES - 1))."
 }
 
 count_gpus() {

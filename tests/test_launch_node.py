@@ -127,6 +127,13 @@ def test_all_missing_variables_are_named(fake_environment: Path) -> None:
     assert "NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 MASTER_PORT=29500 bash scripts/launch_node.sh" in error
 
 
+def test_a_number_may_begin_with_0(fake_environment: Path) -> None:
+    node: dict[str, Any] = {"NNODES": "10", "NODE_RANK": "08", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    code, given, error = launch(environment=fake_environment, **node)
+    assert (code, error) == (0, "")
+    assert given[2:4] == ["--node_rank", "08"]
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
