@@ -139,7 +139,8 @@ def _yaml_flags(config_class: type[Any], path: str) -> list[str]:
     types = option_types(config_class)
     flags: list[str] = []
     given: set[str] = set()
-    for name, value in flatten(_read_yaml(path)):
+    for key, value in flatten(_read_yaml(path)):
+        name = _own_name(f"--{key}").removeprefix("--")
         if name in given:
             raise ValueError(f"--config {path}: {name} is given twice, on its own and in a section. Keep one.")
         given.add(name)

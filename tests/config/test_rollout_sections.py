@@ -1,5 +1,7 @@
 """Options of --rollout.* that do nothing, or that contradict each other."""
 
+from pathlib import Path
+
 import pytest
 
 from lightrl.config import GRPOConfig, WorkflowConfig, parse_config
@@ -41,6 +43,12 @@ def test_a_run_is_scheduled_where_it_is_asked_for() -> None:
 @pytest.mark.parametrize("flags", [["--rollout.from", "folder"], ["--rollout.from=folder"], ["--rollout.from_=folder"]])
 def test_a_flag_may_be_a_keyword_of_python(flags: list[str]) -> None:
     assert parse_config(GRPOConfig, flags).rollout.from_ == "folder"
+
+
+@pytest.mark.parametrize("key", ["from", "from_"])
+def test_yaml_takes_the_name_of_the_flag(key: str, tmp_path: Path) -> None:
+    (tmp_path / "options.yaml").write_text(f"rollout:\n  {key}: folder\n")
+    assert parse_config(GRPOConfig, ["--config", str(tmp_path / "options.yaml")]).rollout.from_ == "folder"
 
 
 def test_options_of_a_record_that_contradict_are_told() -> None:
