@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +48,15 @@ def main(arguments: Sequence[str]) -> int:
         target = Path(asked.output) if asked.output else run / "exports" / name
         if target.exists():
             raise ValueError(f"{target} exists. Delete it, or name another folder by --output.")
+        upload = _uploader(asked.push) if asked.push else None
         if final is None:
             _write(config, run, done, target)
         else:
             shutil.copytree(run / "final", target)
         write_card(target, run, config, step=done)
         print_text(f"model: {target}")
-        if asked.push:
-            from lightrl.trainers.hub_push import Repository  # noqa: PLC0415  (only with --hub.push)
-
-            print_text(f"uploaded: {Repository(asked.push, is_private=True).upload(target, f'{done} steps')}")
+        if upload is not None:
+            print_text(f"uploaded: {upload(target, f'{done} steps')}")
     except (ValueError, OSError) as error:
         exit_with_user_error(error)
     return 0
@@ -73,6 +72,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", metavar="DIR", help="folder to write (default: RUN/exports/step-N)")
     parser.add_argument("--hub.push", dest="push", metavar="NAME", help="upload it to this repository of the hub")
     return parser
+
+
+def _uploader(name: str) -> Callable[[Path, str], str]:
+    """Returns a function that uploads a folder; raises ValueError at once if the hub would refuse it."""
+    from lightrl.trainers.hub_push import Repository  # noqa: PLC0415  (only with --hub.push)
+
+    return Repository(name, is_private=True).upload
 
 
 def _config_of(run: Path) -> RunConfig:

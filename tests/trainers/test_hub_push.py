@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from fake_hub import running_hub
 
+from lightrl.checkpoint import CheckpointDirectory
+from lightrl.trainers import export_run
 from lightrl.trainers.hub_push import Repository
 
 
@@ -35,6 +37,20 @@ def test_a_folder_is_uploaded_and_the_token_is_never_logged(
     with pytest.raises(ValueError, match=r"--hub.push me/model: the hub takes no upload .* Log in by"):
         Repository("me/model", is_private=True)
     assert "hunter2" not in caplog.text
+
+
+def test_an_export_that_could_not_upload_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text("max_steps: 1\n")
+    (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
+    monkeypatch.setattr(CheckpointDirectory, "steps", lambda _: [1])
+    with running_hub(monkeypatch) as hub:
+        hub.refuses = True
+        with pytest.raises(SystemExit, match="2"):
+            export_run.main([str(tmp_path), "--hub.push", "me/model"])
+    assert "--hub.push me/model: the hub takes no upload" in capsys.readouterr().err
+    assert not (tmp_path / "exports").exists()
 
 
 def test_a_run_that_could_not_upload_ends_before_it_begins(toy_flags: list[str], tmp_path: Path) -> None:
