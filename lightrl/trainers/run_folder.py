@@ -115,7 +115,7 @@ def open_folder(config: RunConfig, kind: str, comm: Comm) -> tuple[RunFolder, Pa
     folder, checkpoint, problem = RunFolder(Path()), None, ""
     if comm.is_main:
         try:
-            folder = RunFolder((Path(config.output_dir) if config.output_dir else new_run_path(kind)).absolute())
+            folder = RunFolder(Path(os.path.expanduser(config.output_dir) or new_run_path(kind)).absolute())
             folder.check(config)
             if kind != "rollout":  # such a rank generates for a trainer, which owns the folder
                 own(folder.root)

@@ -83,6 +83,13 @@ def test_a_process_may_open_its_folder_again_and_leaves_nothing(tmp_path: Path) 
     assert (root / "owner.json").exists()
 
 
+def test_a_tilde_is_the_home_folder_where_no_shell_has_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    folder, _ = open_folder(GRPOConfig(output_dir="~/run"), "rollout", Comm())
+    assert folder.root == tmp_path / "home" / "run"
+
+
 def test_a_trainer_owns_the_folder_that_it_opens_and_finds_its_checkpoint(tmp_path: Path) -> None:
     config = GRPOConfig(output_dir=str(tmp_path / "run"))
     folder, checkpoint = open_folder(config, "rollout", Comm())
