@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lightrl.checkpoint import save_bytes
 from lightrl.config.profile_option import profiled_steps
 from lightrl.trainers.observer import Observer
 
@@ -103,7 +104,7 @@ def append_events(path: Path, events: Sequence[Event]) -> None:
     """Adds events to a trace file, which is valid JSON after each call."""
     text = ",\n".join(map(json.dumps, events))
     if not path.exists():
-        path.write_text(f"[\n{text}\n]\n")
+        save_bytes(path, f"[\n{text}\n]\n".encode())
         return
     with path.open("r+b") as file:
         file.seek(-len("\n]\n"), 2)

@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,3 +107,17 @@ def test_a_run_writes_its_traces_and_tokens(toy: Path, tmp_path: Path) -> None:
         assert all(math.isfinite(value) for value in tokens["ratio"])
     moved = [abs(value - 1) for row in rows for value in row["tokens"]["ratio"]]
     assert max(moved) > 1e-4  # the second epoch's policy against the one before the first
+
+
+def test_a_disk_that_is_full_at_the_first_spans_leaves_nothing_that_stops_the_next_start(tmp_path: Path) -> None:
+    path, spans = tmp_path / "timeline.json", [{"name": "step 1"}]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # no file may grow
+    try:
+        with pytest.raises(OSError, match="too large"):
+            append_events(path, spans)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    append_events(path, spans)
+    append_events(path, spans)
+    assert json.loads(path.read_text()) == [*spans, *spans]
