@@ -80,7 +80,9 @@ def _json_objects(text: str) -> Iterator[dict[str, Any]]:
     while (index := _next_opening(text, index)) < len(text):
         try:
             found, index = _DECODER.raw_decode(text, index)
-        except (ValueError, RecursionError):
+        except RecursionError:  # a turn that only opens brackets; a search from each would take seconds
+            return
+        except ValueError:
             index += 1
             continue
         yield from (item for item in (found if isinstance(found, list) else [found]) if isinstance(item, dict))
