@@ -8,7 +8,13 @@ from typing import Any
 
 from lightrl.rollout.episode import Turn
 
-_FIXED = {"n_samples": (1,), "top_p": (1, 1.0), "frequency_penalty": (0, 0.0)}  # the only values that a run supports
+_FIXED = {  # the only values that a run supports; the last of top_k is AReaL's default
+    "n_samples": (1,),
+    "top_p": (1, 1.0),
+    "top_k": (-1, 0, 10**8),
+    "min_new_tokens": (0,),
+    "frequency_penalty": (0, 0.0),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +25,7 @@ class GenerationHyperparameters:
     temperature: float | None = None
     greedy: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
     n_samples: int = 1
 
     def new(self, **changes: Any) -> GenerationHyperparameters:
@@ -67,6 +74,7 @@ async def answer_request(engine: Any, request: Any) -> LLMResponse:
         max_new_tokens=getattr(settings, "max_new_tokens", None),
         temperature=0.0 if getattr(settings, "greedy", False) else getattr(settings, "temperature", None),
         stop_token_ids=tuple(getattr(settings, "stop_token_ids", None) or ()),
+        stop=tuple(getattr(settings, "stop", None) or ()),
     )
     return LLMResponse(
         input_tokens=list(request.input_ids),

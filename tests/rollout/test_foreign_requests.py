@@ -15,7 +15,7 @@ from lightrl.rollout.foreign_requests import GenerationHyperparameters, LLMReque
 def test_two_requests_of_one_name_get_their_own_answers() -> None:
     recorder = Recorder()
     engine = client(recorder)
-    settings = GenerationHyperparameters(max_new_tokens=3, stop_token_ids=(9,))
+    settings = GenerationHyperparameters(max_new_tokens=3, stop_token_ids=(9,), stop=("+",))
 
     async def ask() -> Any:
         return await asyncio.gather(
@@ -29,13 +29,15 @@ def test_two_requests_of_one_name_get_their_own_answers() -> None:
     assert (sampled.output_logprobs, sampled.output_versions, sampled.stop_reason) == ([-0.5], [3], "length")
     assert [params.temperature for params in recorder.asked] == [0.5, 0.0]
     assert [params.max_new_tokens for params in recorder.asked] == [3, 3]
-    assert recorder.asked[0].stop_token_ids == (9,)
+    assert (recorder.asked[0].stop_token_ids, recorder.asked[0].stop) == ((9,), ("=", "+"))  # the run's comes first
 
 
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
         ({"n_samples": 4}, "n_samples 4, and it must be 1: each call makes one; --group_size says"),
+        ({"top_k": 20}, "top_k 20, and it must be -1: the trainer's logprobs are of the whole distribution"),
+        ({"min_new_tokens": 2}, "min_new_tokens 2, and it must be 0"),
         ({"top_p": 0.9}, "top_p 0.9, and it must be 1: the trainer's logprobs are of the whole distribution"),
     ],
 )
