@@ -179,9 +179,13 @@ class BoundedCollector(RemoteCollector):
             }
             for number in sorted(self._finished, key=self._order.__getitem__)
         ]
+        saved = self._tickets
+        waiting = [  # of the checkpoint that the run continues, if the rollout ranks have had no room for them yet
+            item for number, item in enumerate(saved.running, len(saved.finished)) if number in self._started
+        ]
         known = {item["ticket"] for item in finished}  # some may have been finished a moment ago
-        running = sorted((item for item in running if item["ticket"] not in known), key=lambda item: item["ticket"])
-        return {"finished": finished, "running": running}
+        by_ticket = {item["ticket"]: item for item in (*waiting, *running) if item["ticket"] not in known}
+        return {"finished": finished, "running": [by_ticket[ticket] for ticket in sorted(by_ticket)]}
 
     def _learn_news(self, link: Link) -> bool:
         """Reads which groups were finished and started; returns whether all started groups are known.

@@ -74,11 +74,11 @@ class StoreLink:
         assert is_done()
 
 
-def collector(link, folder, **options):
+def collector(link, folder, used=None, **options):
     config = GRPOConfig(num_prompts=2, **options)
     config.rollout.max_staleness = 1
     sampler = PromptSampler(1, 2, 0)
-    used = Tickets(Comm())
+    used = used or Tickets(Comm())
     return BoundedCollector(Comm(), link, [PROMPT], sampler, config=config, tickets=used, log=ScheduleLog(folder))
 
 
@@ -141,3 +141,29 @@ def test_a_checkpoint_can_be_taken_while_a_group_starts_and_finishes(tmp_path):
     made = collector(link, tmp_path)
     assert made._tickets.state_dict()["finished"] == []
     assert [item["ticket"] for item in made._tickets.state_dict()["finished"]] == [0]
+
+
+class FullLink(RacingLink):
+    """A link whose other end has no room for the groups of a checkpoint."""
+
+    def __init__(self):
+        self.values = {}
+
+    def put(self, key, content):
+        self.values[key] = content
+
+    def claimed(self, key):
+        return int(self.values[key])
+
+    def count(self, key, add=0):
+        return 0
+
+
+def test_a_checkpoint_keeps_the_groups_of_the_one_before_that_no_rank_has_continued(tmp_path):
+    waiting = [{"ticket": ticket, "version": 0, "done": [], "partials": []} for ticket in range(2)]
+    used = Tickets(Comm())
+    used.load_state_dict({"first": 0, "beyond": [], "finished": [], "running": waiting})
+    made = collector(FullLink(), tmp_path, used)
+    assert used.state_dict()["running"] == waiting
+    del made._started[0]  # dropped, or taken by a step
+    assert used.state_dict()["running"] == waiting[1:]
