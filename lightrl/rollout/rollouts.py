@@ -316,7 +316,10 @@ class _SubmittedScheduler(AsyncScheduler):
         count = self.count if self.wanted is None else len(self.wanted)
         queued = len(self._prompts) - self.next_ticket
         reason = (
-            "Rollouts are paused: call resume()"
+            "These are too old, because the weights have changed more often than once for each batch_size prompts: "
+            "count such updates as one in set_global_step(), or raise max_staleness"
+            if self.wanted is None and len(self.finished) >= count
+            else "Rollouts are paused: call resume()"
             if self.is_paused
             else f"With batch_size {self.rules.batch_size} and max_staleness {self.rules.max_staleness} no more may "
             "run: wait for fewer, or raise them"

@@ -42,6 +42,16 @@ def test_a_call_that_loses_many_prompts_still_waits_for_all_that_it_asked_for() 
         scheduler.batch(0)
 
 
+def test_weights_that_are_ahead_of_the_prompts_are_named() -> None:
+    scheduler = _SubmittedScheduler(Rules(batch_size=2, max_staleness=1), [cast(Prompt, None)] * 6)
+    scheduler.count = 2
+    assert scheduler.start(0) == [0, 1, 2, 3]
+    scheduler.finish(range(4))
+    assert scheduler.batch(0) == (0, 1)
+    with pytest.raises(RuntimeError, match="of which 4 are finished; none is running and 2 are queued. These are too"):
+        scheduler.batch(2)
+
+
 @pytest.mark.slow
 def test_the_calls_on_one_rank_and_on_two(tmp_path: Path) -> None:
     made, two = calls(tmp_path, 1), calls(tmp_path, 2)
