@@ -138,7 +138,6 @@ class PhasedDriver(EpisodeDriver):
     def _drop(self) -> list[tuple[int, int]]:
         dropped = [key for key, task in self._tasks.items() if not task.done()]
         self.end(dropped)
-        self._wishes = []
         return dropped
 
     def end(self, keys: Collection[tuple[int, int]]) -> None:

@@ -125,6 +125,22 @@ def test_dropped_episodes_are_named() -> None:
     made.close()
 
 
+def test_a_visitor_is_answered_though_episodes_are_dropped() -> None:
+    made = driver()
+    begun(made, [30])
+
+    async def visit() -> tuple[int, ...]:
+        answer = await made.generate([1, 5], SamplingParams(max_new_tokens=6, ignore_eos=True))
+        return answer.output_token_ids
+
+    visitor = made._loop.create_task(visit())
+    made.step(3)
+    assert made.pause(keep=False) == [(0, 0)]
+    made.step(6)
+    assert len(visitor.result()) == 6
+    made.close()
+
+
 def test_only_allowed_tickets_have_the_engine() -> None:
     made = driver()
     begun(made, [3, 3])
