@@ -6,7 +6,8 @@ What an episode computes between two calls must therefore depend only on what it
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
+import itertools
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ import torch
 from lightrl.engines.base import Completion
 
 T = TypeVar("T")
+Number = int | str  # of a call in its episode; or NAME/k for the k-th call in engine.once(NAME, ...)
 
 
 @dataclass(slots=True)
@@ -25,11 +27,12 @@ class Journal:
     ticket: int
     sample_index: int
     start_version: int  # of the weights when the ticket was started
-    completions: dict[int, Completion] = field(default_factory=dict)  # by the number of the call
-    partials: dict[int, Completion] = field(default_factory=dict)  # of calls that the last phase has stopped halfway
-    results: dict[int, Any] = field(default_factory=dict)  # of tools
+    completions: dict[Number, Completion] = field(default_factory=dict)  # by the number of the call
+    partials: dict[Number, Completion] = field(default_factory=dict)  # of calls that the last phase has stopped halfway
+    results: dict[Number, Any] = field(default_factory=dict)  # of tools
     num_calls: int = 0  # in the present run of the episode's code
     num_results: int = 0
+    shared: list[Number] = field(default_factory=list)  # calls for all siblings in this run of the code, in order
 
     @property
     def key(self) -> tuple[int, int]:
@@ -39,6 +42,7 @@ class Journal:
     def rewind(self) -> None:
         """Prepares for the episode's code to run from its beginning."""
         self.num_calls = self.num_results = 0
+        self.shared = []
 
     def forget(self) -> None:
         """Erases the journal for an episode that starts over from its prompt."""
@@ -61,10 +65,21 @@ class Journal:
         self.num_calls += 1
         return self.num_calls - 1
 
+    def next_result(self) -> Number:
+        """Returns the number of the next result of a tool, and counts it."""
+        if (shared := next_shared()) is not None:
+            return shared
+        self.num_results += 1
+        return self.num_results - 1
+
     def versions_of_calls(self) -> list[Sequence[int]]:
-        """Returns the weight versions of each call's tokens; empty for a call that was given up."""
-        count = max(self.completions, default=-1) + 1
-        return [self.completions[number].versions if number in self.completions else () for number in range(count)]
+        """Returns the weight versions of each call's tokens; empty for a call that was given up.
+
+        Calls for all siblings come last, in reverse order, so that the k-th of them has the index -k.
+        """
+        count = max((number for number in self.completions if isinstance(number, int)), default=-1) + 1
+        numbers: list[Number] = [*range(count), *reversed(self.shared)]
+        return [self.completions[number].versions if number in self.completions else () for number in numbers]
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------
 
@@ -86,13 +101,34 @@ class Journal:
             state["ticket"],
             state["sample"],
             state["start_version"],
-            {int(number): completion_from(item) for number, item in state["completions"].items()},
-            {int(number): completion_from(item) for number, item in state["partials"].items()},
-            {int(number): item for number, item in state["results"].items()},  # keys in JSON are strings
+            {_number(key): completion_from(item) for key, item in state["completions"].items()},
+            {_number(key): completion_from(item) for key, item in state["partials"].items()},
+            {_number(key): item for key, item in state["results"].items()},
         )
 
 
+def _number(key: Number) -> Number:
+    """Returns the number that a key stands for; keys in JSON are strings."""
+    return int(key) if str(key).isdecimal() else key
+
+
 CURRENT: ContextVar[Journal | None] = ContextVar("journal", default=None)  # of the episode whose code is running
+_SHARED: ContextVar[Iterator[str] | None] = ContextVar("shared", default=None)  # numbers, within once()
+
+
+async def for_all_siblings(name: str, work: Awaitable[T]) -> T:
+    """Awaits work for all siblings: its calls have names, because after a kill another sibling may be the first to ask.
+
+    Otherwise they would count among the calls of the sibling that asked, whose later calls would get wrong answers.
+    """
+    _SHARED.set(f"{name}/{place}" for place in itertools.count())
+    return await work
+
+
+def next_shared() -> str | None:
+    """Returns the number of the next call of work for all siblings; None outside such work."""
+    numbers = _SHARED.get()
+    return None if numbers is None else next(numbers)
 
 
 async def remembered(result: Awaitable[T]) -> T:
@@ -103,8 +139,7 @@ async def remembered(result: Awaitable[T]) -> T:
     journal = CURRENT.get()
     if journal is None:
         return await result
-    number = journal.num_results
-    journal.num_results += 1
+    number = journal.next_result()
     if number in journal.results:
         if hasattr(result, "close"):
             result.close()  # a coroutine that will not run

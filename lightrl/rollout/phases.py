@@ -9,7 +9,7 @@ from typing import Any
 from lightrl.engines.base import AnyPrompt, Completion, EngineGroup, SamplingParams, as_prompt
 from lightrl.engines.colocated import ColocatedEngine
 from lightrl.rollout.driver import EpisodeDriver, Wish, _Tick
-from lightrl.rollout.journal import CURRENT, Journal
+from lightrl.rollout.journal import CURRENT, Journal, Number, next_shared
 
 
 class PhasedDriver(EpisodeDriver):
@@ -22,7 +22,8 @@ class PhasedDriver(EpisodeDriver):
         super().__init__(engine, group)
         self._loop = asyncio.new_event_loop()
         self._tasks: dict[tuple[int, int], asyncio.Task[Any]] = {}
-        self._journals: dict[asyncio.Future[Completion], tuple[Journal, int]] = {}  # and the number of the call
+        self._begun: dict[tuple[int, int], Journal] = {}  # of the tasks
+        self._journals: dict[asyncio.Future[Completion], tuple[Journal, Number]] = {}  # and the number of the call
         self._allowed: Collection[int] | None = None  # tickets that the engine works on; None: all
 
     def begin(self, journal: Journal, start: Callable[[], Coroutine[Any, Any, Any]]) -> None:
@@ -33,6 +34,7 @@ class PhasedDriver(EpisodeDriver):
             CURRENT.set(journal)
             return await start()
 
+        self._begun[journal.key] = journal
         self._tasks[journal.key] = self._loop.create_task(run())
 
     @property
@@ -44,6 +46,7 @@ class PhasedDriver(EpisodeDriver):
         """Returns the results of the episodes that have ended, each only once."""
         ended = {key: task for key, task in self._tasks.items() if task.done()}
         self._tasks = {key: task for key, task in self._tasks.items() if key not in ended}
+        self._begun = {key: journal for key, journal in self._begun.items() if key in self._tasks}
         return {key: task.result() for key, task in ended.items()}
 
     async def generate(self, prompt: AnyPrompt, params: SamplingParams) -> Completion:
@@ -51,7 +54,7 @@ class PhasedDriver(EpisodeDriver):
         journal = CURRENT.get()
         if journal is None:  # a visitor of the endpoint, who belongs to no episode
             return await super().generate(prompt, params)
-        number = journal.next_call()
+        journal, number = self._place_of(journal)
         if number in journal.completions:
             return journal.completions[number]
         checked = as_prompt(prompt)
@@ -66,6 +69,17 @@ class PhasedDriver(EpisodeDriver):
         journal.partials.pop(number, None)  # but not when the driver is closed: a checkpoint may still need it
         journal.completions[number] = completion
         return completion
+
+    def _place_of(self, journal: Journal) -> tuple[Journal, Number]:
+        """Returns the journal that holds the next call, and its number there; any sibling's may hold one for all."""
+        number = next_shared()
+        if number is None:
+            return journal, journal.next_call()
+        siblings = (other for other in self._begun.values() if other.ticket == journal.ticket)
+        holders = [other for other in siblings if number in other.completions or number in other.partials]
+        journal = holders[0] if holders else journal
+        journal.shared.append(number)
+        return journal, number
 
     # ---- Phases ------------------------------------------------------------------------------------------------
 
@@ -143,6 +157,7 @@ class PhasedDriver(EpisodeDriver):
     def end(self, keys: Collection[tuple[int, int]]) -> None:
         """Ends the code of episodes and forgets their requests; call it between two phases."""
         tasks = [self._tasks.pop(key) for key in keys if key in self._tasks]
+        self._begun = {key: journal for key, journal in self._begun.items() if key in self._tasks}
         for task in tasks:
             task.cancel()
         if tasks:

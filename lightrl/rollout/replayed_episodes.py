@@ -80,8 +80,10 @@ class ReplayDriver(PhasedDriver):
         """Samples the parts of a call one after another, each under its own weights."""
         journal = CURRENT.get()
         assert journal is not None, "begin() has set it"
-        number, calls = journal.next_call(), self._calls[journal.key]
-        if number >= len(calls) or not calls[number]:
+        (journal, number), calls = self._place_of(journal), self._calls[journal.key]
+        if isinstance(number, str):
+            number = -len(journal.shared)
+        if not -len(calls) <= number < len(calls) or not calls[number]:
             raise _unlike(f"sample {journal.key} asks for turn {number + 1}, which it did not")
         made: Completion | None = None
         total = 0

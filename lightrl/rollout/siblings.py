@@ -11,6 +11,7 @@ from lightrl.data.media import read_media
 from lightrl.records import Prompt, Sample
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rewards.scoring import FailureBudget, Outcome, RewardError, has_reward
+from lightrl.rollout.journal import for_all_siblings
 
 
 class _Waiting(NamedTuple):
@@ -41,7 +42,7 @@ class Siblings:
     async def once(self, name: str, make: Callable[[], Awaitable[Any]]) -> Any:
         """Returns the result of make(), which is called only for the first sibling that asks by this name."""
         if name not in self._shared:
-            self._shared[name] = asyncio.ensure_future(make())
+            self._shared[name] = asyncio.ensure_future(for_all_siblings(name, make()))
         return await asyncio.shield(self._shared[name])  # so that a cancelled sibling does not cancel the others
 
     async def reward(self, sample: Sample, *, alone: bool = False) -> float:

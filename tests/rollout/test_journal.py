@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 
 import numpy as np
 import torch
@@ -9,7 +10,7 @@ import torch
 from lightrl.engines.base import Completion
 from lightrl.engines.native.cache import LayerStorage
 from lightrl.engines.native.kept_rows import KeptRow
-from lightrl.rollout.journal import CURRENT, Journal, remembered
+from lightrl.rollout.journal import CURRENT, Journal, for_all_siblings, remembered
 
 CALLS: list[int] = []
 
@@ -50,6 +51,24 @@ def test_tools_are_called_once() -> None:
     journal.forget()
     asyncio.run(episode(journal))
     assert CALLS == [1, 2, 3, 3, 1, 2, 3]
+
+
+async def episode_after_work(journal: Journal, *, asks_first: bool) -> list[int]:
+    journal.rewind()
+    CURRENT.set(journal)
+    if asks_first:
+        await asyncio.ensure_future(for_all_siblings("work", remembered(tool(4))))
+    return [await remembered(tool(1))]
+
+
+def test_a_tool_that_is_called_for_all_siblings_does_not_count_in_the_episode_that_asked() -> None:
+    CALLS.clear()
+    journal = Journal(4, 2, 1)
+    assert asyncio.run(episode_after_work(journal, asks_first=True)) == [10]
+    assert journal.results == {"work/0": 40, 0: 10}
+    again = Journal.from_state(json.loads(json.dumps(journal.state_dict())))  # as it comes from another process
+    assert asyncio.run(episode_after_work(again, asks_first=False)) == [10]
+    assert CALLS == [4, 1]
 
 
 def test_without_a_journal_a_tool_is_simply_called() -> None:

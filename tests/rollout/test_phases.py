@@ -1,15 +1,19 @@
 """Phases of a driver: episodes that stop half way go on under new weights, or are dropped, and the engine is idle."""
 
 import asyncio
+from functools import partial
 
 import torch
 
-from lightrl.builtin.model import tiny_model
+from lightrl.builtin.model import builtin_tokenizer, tiny_model
 from lightrl.engines.base import EngineGroup, SamplingParams
 from lightrl.engines.colocated import ColocatedEngine
 from lightrl.engines.native.engine import NativeEngine
+from lightrl.rollout.client import EngineClient, EpisodeLimits
+from lightrl.rollout.episode import Episode
 from lightrl.rollout.journal import Journal
 from lightrl.rollout.phases import PhasedDriver
+from lightrl.rollout.siblings import Siblings
 
 
 def driver() -> PhasedDriver:
@@ -139,6 +143,49 @@ def test_a_visitor_is_answered_though_episodes_are_dropped() -> None:
     made.step(6)
     assert len(visitor.result()) == 6
     made.close()
+
+
+async def two_turns_and_shared_work(engine: EngineClient, length: int) -> tuple[list[int], tuple[int, ...]]:
+    async def work(shared: EngineClient) -> tuple[int, ...]:
+        return (await shared.generate([9, 9, 9], max_new_tokens=2)).token_ids
+
+    episode = Episode([2, 3, 4])
+    episode.say(await engine.generate(episode.ids, max_new_tokens=length))
+    shared = await engine.once("work", work)
+    episode.hear([5])
+    episode.say(await engine.generate(episode.ids, max_new_tokens=3))
+    episode.hear([6])
+    episode.say(await engine.generate(episode.ids, max_new_tokens=20))
+    return episode.response_ids, shared
+
+
+def siblings_begun(made: PhasedDriver, journals: list[Journal]) -> None:
+    siblings, sampling = Siblings(len(journals)), SamplingParams(ignore_eos=True)
+    limits = EpisodeLimits(max_new_tokens=20, max_turns=3, max_tokens=100)
+    for journal, length in zip(journals, [6, 2], strict=True):  # the second one is the first to ask for the work
+        index = journal.sample_index
+        engine = EngineClient(
+            made, builtin_tokenizer(), seed=7, sample_index=index, sampling=sampling, limits=limits, siblings=siblings
+        )
+        made.begin(journal, partial(two_turns_and_shared_work, engine, length))
+
+
+def test_work_for_all_siblings_is_found_after_a_kill_whoever_asks_first() -> None:
+    whole, made, resumed = driver(), driver(), driver()
+    siblings_begun(whole, [Journal(0, index, 0) for index in range(2)])
+    expected = run_through(whole)
+    journals = [Journal(0, index, 0) for index in range(2)]
+    siblings_begun(made, journals)
+    made.step(14)
+    made.pause(keep=True)
+    assert [sorted(map(str, journal.completions)) for journal in journals] == [["0", "1"], ["0", "1", "work/0"]]
+    again = [Journal.from_state(journal.state_dict()) for journal in journals]
+    siblings_begun(resumed, again)
+    assert run_through(resumed) == expected
+    assert ["work/0" in journal.completions for journal in again] == [False, True]
+    assert [len(journal.versions_of_calls()) for journal in again] == [3, 4]
+    for used in (whole, made, resumed):
+        used.close()
 
 
 def test_only_allowed_tickets_have_the_engine() -> None:

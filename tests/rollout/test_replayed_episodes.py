@@ -43,6 +43,20 @@ class Turns(Workflow):
         return episode
 
 
+class TurnsAndSharedWork(Turns):
+    async def arun_episode(self, engine, data):
+        episode = Episode(data.token_ids)
+        episode.say(await engine.generate(episode.ids, max_new_tokens=3 - engine.sample_index))
+        episode.hear((await engine.once("work", self.work)).token_ids)
+        for _ in range(self.count - 1):
+            episode.say(await engine.generate(episode.ids))
+            episode.hear([7])
+        return episode
+
+    async def work(self, engine):
+        return await engine.generate([9, 9, 9], max_new_tokens=3)
+
+
 @pytest.fixture(scope="module")
 def model():
     return tiny_model()
@@ -62,7 +76,7 @@ def load(engine, model, version):
     engine.update_weights(weights, version)
 
 
-def collector_of(engine, count):
+def collector_of(engine, workflow):
     @contextmanager
     def session():
         yield engine
@@ -70,15 +84,19 @@ def collector_of(engine, count):
     serving = SimpleNamespace(session=session)
     strategy = SimpleNamespace(comm=Comm(), tokenizer=engine.tokenizer, serving=serving)
     limits = EpisodeLimits(max_new_tokens=5, max_turns=9, max_tokens=40)
-    collector = EpisodeCollector(strategy, RewardSet.of(episode_reward), Turns(count), seed=CONFIG.seed, limits=limits)
+    collector = EpisodeCollector(strategy, RewardSet.of(episode_reward), workflow, seed=CONFIG.seed, limits=limits)
     return collector, strategy
 
 
 @pytest.fixture
 def recorded(engine, model, tmp_path):
-    """One group of three turns, which weights 1 interrupt in the second."""
+    return record(engine, model, tmp_path, Turns(3))
+
+
+def record(engine, model, folder, workflow):
+    """Plays one group of three turns, which weights 1 interrupt in the second."""
     load(engine, model, 0)
-    collector, _ = collector_of(engine, 3)
+    collector, _ = collector_of(engine, workflow)
     driver = PhasedDriver(engine, EngineGroup())
     jobs = [
         EpisodeJob(0, PROMPT, index, mix_seed(1, CONFIG.seed, 0, 0), SamplingParams(max_new_tokens=5), 2)
@@ -96,17 +114,17 @@ def recorded(engine, model, tmp_path):
     driver.close()
     samples = tuple(collector.as_sample(job, ended[0, job.sample_index]) for job in jobs)
     calls = [[segments(versions) for versions in journal.versions_of_calls()] for journal in journals]
-    log = ScheduleLog(tmp_path)
+    log = ScheduleLog(folder)
     log.append(0, [], [])
     group = ScoredGroup(samples=samples, rewards=(0.0, 0.0), step=1)
     log.append(1, [group], [calls])
-    lines = (tmp_path / "schedule.jsonl").read_text().replace('"ticket": -1', '"ticket": 0')
-    (tmp_path / "schedule.jsonl").write_text(lines.replace('"start_version": -1', '"start_version": 0'))
-    return group, read_schedule(tmp_path)
+    lines = (folder / "schedule.jsonl").read_text().replace('"ticket": -1', '"ticket": 0')
+    (folder / "schedule.jsonl").write_text(lines.replace('"start_version": -1', '"start_version": 0'))
+    return group, read_schedule(folder)
 
 
-def replay(engine, model, schedule, count):
-    collector, strategy = collector_of(engine, count)
+def replay(engine, model, schedule, workflow):
+    collector, strategy = collector_of(engine, workflow)
     made = ReplayedEpisodes(collector, strategy, schedule, config=CONFIG, prompts=[PROMPT])
     options = {"group_size": 2, "temperature": 1.0}
     try:
@@ -121,17 +139,25 @@ def replay(engine, model, schedule, count):
 def test_the_same_episodes_are_played_again(engine, model, recorded):
     group, schedule = recorded
     assert any(len(call) == 2 for sample in schedule[1][0].samples for call in sample.calls)  # one went on
-    samples = replay(engine, model, schedule, 3)
+    samples = replay(engine, model, schedule, Turns(3))
     for mine, wanted in zip(samples, group.samples, strict=True):
         assert (mine.response_ids, mine.versions, mine.own) == (wanted.response_ids, wanted.versions, wanted.own)
         assert mine.start_version == 0
 
 
+def test_work_for_all_siblings_is_done_again(engine, model, tmp_path):
+    group, schedule = record(engine, model, tmp_path, TurnsAndSharedWork(2))
+    assert sorted(len(sample.calls) for sample in schedule[1][0].samples) == [2, 3]
+    samples = replay(engine, model, schedule, TurnsAndSharedWork(2))
+    for mine, wanted in zip(samples, group.samples, strict=True):
+        assert (mine.response_ids, mine.versions, mine.own) == (wanted.response_ids, wanted.versions, wanted.own)
+
+
 def test_episodes_that_ask_for_more_are_refused(engine, model, recorded):
     with pytest.raises(ValueError, match=r"sample \(0, [01]\) asks for turn 4, which it did not in the recorded run"):
-        replay(engine, model, recorded[1], 4)
+        replay(engine, model, recorded[1], Turns(4))
 
 
 def test_episodes_that_say_less_are_noticed(engine, model, recorded):
     with pytest.raises(ValueError, match="the samples of ticket 0 are not those of the recorded run"):
-        replay(engine, model, recorded[1], 2)
+        replay(engine, model, recorded[1], Turns(2))
