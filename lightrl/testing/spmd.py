@@ -203,8 +203,10 @@ def _run_command(
     )
     try:
         output, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
+    except BaseException as error:  # Ctrl-C, too, which does not reach a session of its own
         output = _ended(process)
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
         raise SpmdError(f"No end after {timeout_s:.0f} s: {' '.join(command)}\n{output}") from None
     if (process.returncode != 0) != expect_failure:
         raise SpmdError(f"Exit code {process.returncode}: {' '.join(command)}\n{output}")
