@@ -41,6 +41,15 @@ def test_kubernetes_knows_every_field_of_the_job() -> None:
         validator.validate(resources[1], validator.latest_version(), strict=True)
 
 
+def test_the_recipe_of_a_cluster_finds_the_package_for_its_data() -> None:
+    recipe = yaml.safe_load((ROOT / "configs" / "gsm8k_8gpu.yaml").read_text())
+    assert recipe["train_data"].startswith("hf:")  # which needs the extra `datasets`
+    image = (ROOT / "clusters" / "Dockerfile").read_text()
+    task = yaml.safe_load((ROOT / "clusters" / "skypilot.yaml").read_text())
+    assert set(re.findall(r"EXTRAS=(\w+)", image)) == {"datasets"}
+    assert task["setup"].split() == ["bash", "scripts/setup_env.sh", "datasets"]
+
+
 def test_the_pods_of_the_job_find_each_other() -> None:
     service, job = yaml.safe_load_all((ROOT / "clusters" / "kubernetes.yaml").read_text())
     name, spec = job["metadata"]["name"], job["spec"]
