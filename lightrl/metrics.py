@@ -137,4 +137,5 @@ def _resident_bytes() -> int:
 def _peak_bytes() -> int:
     import resource  # noqa: PLC0415  (only where /proc is missing; absent on Windows)
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    unit = 1 if os.uname().sysname == "Darwin" else 1024  # bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

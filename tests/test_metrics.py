@@ -95,6 +95,12 @@ def test_memory_in_use_is_that_of_this_process_now() -> None:
     assert most < metrics._peak_bytes() / 1e9 + 0.01  # where there is no /proc
 
 
+def test_the_peak_of_memory_is_counted_in_bytes_on_macos(monkeypatch: pytest.MonkeyPatch) -> None:
+    peak = metrics._peak_bytes()
+    monkeypatch.setattr("os.uname", lambda: SimpleNamespace(sysname="Darwin"))
+    assert metrics._peak_bytes() == pytest.approx(peak / 1024, rel=0.01)
+
+
 def test_memory_in_use_counts_that_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (
         ("is_available", True),
