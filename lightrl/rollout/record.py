@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from lightrl.checkpoint import save_bytes, save_tensors
 from lightrl.data.sampler import shard
 from lightrl.records import Prompt, Sample, ScoredGroup, Status
 
@@ -42,8 +43,9 @@ def write_groups(record: Path, step: int, groups: Sequence[ScoredGroup], *, rank
     tensors: dict[str, Tensor] = {}
     lines = [json.dumps(_group_row(group, tensors)) for group in groups]
     stem = folder / f"rank-{rank}-of-{world}"
-    save_file(tensors, stem.with_suffix(".safetensors"))
-    stem.with_suffix(".jsonl").write_text("".join(f"{line}\n" for line in lines))
+    stem.with_suffix(".jsonl").unlink(missing_ok=True)  # written last: without it the step is incomplete
+    save_tensors(stem.with_suffix(".safetensors"), tensors)
+    save_bytes(stem.with_suffix(".jsonl"), "".join(f"{line}\n" for line in lines).encode())
 
 
 def read_groups(record: Path, step: int, prompts: Sequence[Prompt], *, rank: int, world: int) -> list[ScoredGroup]:

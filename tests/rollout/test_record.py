@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lightrl.records import Prompt, Sample, ScoredGroup, Status
-from lightrl.rollout.record import num_steps, read_groups, write_groups
+from lightrl.rollout.record import num_steps, read_groups, step_folder, write_groups
 
 PROMPTS = [Prompt(index=index, text="", token_ids=(1, index)) for index in range(5)]
 
@@ -84,6 +84,22 @@ def test_a_run_that_repeats_a_step_on_other_ranks_replaces_its_groups(tmp_path: 
     write_groups(tmp_path, 0, [group(0), group(1)], rank=0, world=1)
     found = read_groups(tmp_path, 0, PROMPTS, rank=0, world=1)
     assert [item.samples[0].position for item in found] == [0, 1]
+
+
+def test_a_step_whose_writing_was_cut_off_is_incomplete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_groups(tmp_path, 0, [group(0)], rank=0, world=1)
+    assert len({path.stat().st_mode for path in step_folder(tmp_path, 0).iterdir()}) == 1
+
+    def fail(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "write_text", fail)
+        disk.setattr(Path, "write_bytes", fail)
+        with pytest.raises(OSError, match="No space left"):
+            write_groups(tmp_path, 0, [group(1)], rank=0, world=1)
+    with pytest.raises(ValueError, match="no complete step of a record: it holds no file"):
+        read_groups(tmp_path, 0, PROMPTS, rank=0, world=1)
 
 
 def test_a_record_that_cannot_be_used_is_told(tmp_path: Path) -> None:
