@@ -128,7 +128,7 @@ class Rollouts:
         """Queues a prompt, which begins in the next call that waits, as soon as the bounds allow it."""
         prompt = data if isinstance(data, Prompt) else self._prompt_of(data)
         if prompt.images or prompt.videos:
-            raise ValueError("The prompt has images or videos, which workflows do not take yet.")
+            raise ValueError("The prompt has images or videos, which the tensors of Rollouts cannot hold.")
         if workflow is not None:
             self._collector.workflows[len(self._prompts)] = workflow
         self._digest.update(repr(prompt.token_ids).encode())

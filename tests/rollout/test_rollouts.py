@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from lightrl.records import Prompt
-from lightrl.rollout.rollouts import _SubmittedScheduler
+from lightrl.rollout.rollouts import Rollouts, _SubmittedScheduler
 from lightrl.rollout.scheduler import Rules
 from lightrl.testing import run_spmd
 
@@ -40,6 +40,12 @@ def test_a_call_that_loses_many_prompts_still_waits_for_all_that_it_asked_for() 
     scheduler.count = 9
     with pytest.raises(RuntimeError, match="waits for 9 prompts, of which 8 are finished; none is running"):
         scheduler.batch(0)
+
+
+def test_a_prompt_with_images_is_refused() -> None:
+    prompt = Prompt(index=0, text="", token_ids=(1,), images=("red.png",))
+    with pytest.raises(ValueError, match="images or videos, which the tensors of Rollouts cannot hold"):
+        Rollouts.__new__(Rollouts).submit(prompt)
 
 
 def test_weights_that_are_ahead_of_the_prompts_are_named() -> None:
