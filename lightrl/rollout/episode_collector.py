@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
@@ -45,7 +46,6 @@ class EpisodeJob(NamedTuple):
 class EpisodeFailure(NamedTuple):
     """The result of an episode that raised an error or ran out of time."""
 
-    reason: str
     details: str  # the traceback
 
 
@@ -165,14 +165,17 @@ class EpisodeCollector(EpisodeScorer, Collector):
             siblings=siblings,
         )
         enter_episode()
+        began = time.monotonic()
         try:
             episode = self.workflow_of(job).arun_episode(client, job.prompt)
             made = await asyncio.wait_for(without_exit(episode), self._timeout_s or None)
             return _as_episode(made, client, job.prompt)
         except (Exception, asyncio.CancelledError) as error:  # the latter of a task that the workflow awaited
-            is_late = isinstance(error, (TimeoutError, asyncio.TimeoutError))  # one class since Python 3.11
-            reason = f"no result after {self._timeout_s:g} s" if is_late else str(error)
-            return EpisodeFailure(f"{type(error).__name__}: {reason}", traceback.format_exc())
+            details = traceback.format_exc()
+            is_timeout = isinstance(error, (TimeoutError, asyncio.TimeoutError))  # one class since Python 3.11
+            if is_timeout and 0 < self._timeout_s <= time.monotonic() - began:
+                details += f"No result after {self._timeout_s:g} s, the time limit (--rollout.episode_timeout_s).\n"
+            return EpisodeFailure(details)
         finally:
             await siblings.leave()
             if not siblings.num_running:

@@ -24,7 +24,7 @@ from lightrl.strategy import StrategyBase
 
 _PATIENCE_S = 300.0  # without a token or an end, after which an episode is assumed to wait in vain
 
-_FAILED = EpisodeFailure("", "It had failed in the recorded run.")
+_FAILED = EpisodeFailure("It had failed in the recorded run.")
 _Name = tuple[int, int]  # ticket and sample
 _Calls = tuple[tuple[tuple[int, int], ...], ...]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +21,8 @@ from lightrl.rewards.episode_reward import episode_reward
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rollout.collector import Collector
 from lightrl.rollout.episode import Episode, Turn
-from lightrl.rollout.episode_collector import EpisodeCollector, _as_episode
-from lightrl.rollout.workflow import load_workflow
+from lightrl.rollout.episode_collector import EpisodeCollector, EpisodeFailure, EpisodeJob, _as_episode
+from lightrl.rollout.workflow import Workflow, load_workflow
 from lightrl.strategy import EngineStatus, StrategyBase
 from lightrl.testing import run_spmd
 
@@ -118,6 +119,29 @@ def test_a_sample_that_failed_costs_only_itself(
     assert metrics["episode/calls"] == 8.0
     assert len(caplog.records) == 1  # the first failure, once
     assert "the tool is on fire" in caplog.text
+
+
+class Waiting(Workflow):
+    async def arun_episode(self, engine: Any, data: Prompt) -> None:
+        await asyncio.sleep(1 if data.index else 0)
+        raise TimeoutError("the tool has gone")
+
+
+def test_an_episode_that_reaches_its_time_limit_says_so(
+    strategy: StrategyBase, prompts: list[tuple[int, Prompt]]
+) -> None:
+    collector = EpisodeCollector(
+        strategy, RewardSet.of(episode_reward), Waiting(), seed=3, limits=LIMITS, timeout_s=0.5
+    )
+
+    async def details(prompt: Prompt) -> str:
+        made = await collector.play(None, EpisodeJob(0, prompt, 0, 0, SamplingParams(), 1))  # type: ignore[arg-type]
+        assert isinstance(made, EpisodeFailure)
+        return made.details
+
+    shown = [asyncio.run(details(prompt)) for _, prompt in prompts[:2]]
+    assert shown[0].endswith("TimeoutError: the tool has gone\n")
+    assert shown[1].endswith("No result after 0.5 s, the time limit (--rollout.episode_timeout_s).\n")
 
 
 @pytest.mark.parametrize(("label", "warnings"), [("length", 1), ("episode", 0)])
