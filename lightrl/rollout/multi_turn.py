@@ -16,8 +16,8 @@ from lightrl.rollout.workflow import Workflow
 class MultiTurnWorkflow(Workflow):
     """Answers each turn of the policy until the user has nothing to say or a limit ends the episode.
 
-    Without a user of your own, a wrong answer is answered with `feedback`. The reward is --reward for everything that
-    was said, times `discount` for each turn after the first.
+    Without a user of your own, a wrong answer is answered with `feedback`. The reward is --reward for the last turn, or
+    with a user of your own for everything that was said, times `discount` for each turn after the first.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class MultiTurnWorkflow(Workflow):
         self._new_user()  # a wrong argument shows here, before anything expensive
 
     async def arun_episode(self, engine: EngineClient, data: Prompt) -> Episode:
-        """Alternates turns of the policy and the user; the reward is that of the last turn."""
+        """Alternates turns of the policy and the user; see the class for the reward."""
         user, episode = self._new_user(), Episode(data.token_ids)
         reward = 0.0
         for num_turns in range(1, engine.limits.max_turns + 1):
