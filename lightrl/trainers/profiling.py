@@ -6,6 +6,7 @@ A run without the option uses none of this.
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from lightrl.trainers.observer import Observer
 Event = dict[str, Any]  # in the Trace Event Format, which Chrome and Perfetto read
 
 _MEMORY_EVENTS = 200_000  # most allocations in a snapshot
+_END = "\n]\n"  # of a trace file
 
 
 class Profile(Observer):
@@ -101,14 +103,21 @@ class Timeline:
 
 
 def append_events(path: Path, events: Sequence[Event]) -> None:
-    """Adds events to a trace file, which is valid JSON after each call."""
+    """Adds events to a trace file, which is valid JSON after each call, even one that the disk had no space for."""
     text = ",\n".join(map(json.dumps, events))
     if not path.exists():
-        save_bytes(path, f"[\n{text}\n]\n".encode())
+        save_bytes(path, f"[\n{text}{_END}".encode())
         return
+    size, added = path.stat().st_size, f",\n{text}{_END}".encode()
+    try:
+        with path.open("ab") as file:  # all that takes space comes before the end of the array is overwritten
+            file.write(added[len(_END) :])
+    except OSError:
+        os.truncate(path, size)
+        raise
     with path.open("r+b") as file:
-        file.seek(-len("\n]\n"), 2)
-        file.write(f",\n{text}\n]\n".encode())
+        file.seek(size - len(_END))
+        file.write(added[: len(_END)])
 
 
 # ---- Traces of torch -------------------------------------------------------------------------------------------------

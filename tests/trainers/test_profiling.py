@@ -4,6 +4,8 @@ import gzip
 import json
 import math
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -109,15 +111,23 @@ def test_a_run_writes_its_traces_and_tokens(toy: Path, tmp_path: Path) -> None:
     assert max(moved) > 1e-4  # the second epoch's policy against the one before the first
 
 
-def test_a_disk_that_is_full_at_the_first_spans_leaves_nothing_that_stops_the_next_start(tmp_path: Path) -> None:
-    path, spans = tmp_path / "timeline.json", [{"name": "step 1"}]
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # no file may grow
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
-        with pytest.raises(OSError, match="too large"):
-            append_events(path, spans)
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_is_full_leaves_what_was_written_and_the_next_start_goes_on(tmp_path: Path) -> None:
+    path, spans = tmp_path / "timeline.json", [{"name": "step 1"}]
+    with largest_file(0), pytest.raises(OSError, match="too large"):
+        append_events(path, spans)
     append_events(path, spans)
+    with largest_file(path.stat().st_size + 2000), pytest.raises(OSError, match="too large"):
+        append_events(path, spans * 1000)  # of which a part fits
+    assert json.loads(path.read_text()) == spans
     append_events(path, spans)
     assert json.loads(path.read_text()) == [*spans, *spans]
