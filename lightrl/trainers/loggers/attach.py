@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from lightrl.checkpoint import save_bytes
 from lightrl.config.command_line import flatten
 from lightrl.config.options import as_dict
 from lightrl.imports import load_object
@@ -95,7 +96,7 @@ def _id_of(folder: Path) -> str:
     """Returns the id under which services know the run; a new folder gets a new one."""
     path = folder / _ID_FILE
     if not path.is_file():
-        path.write_text(f"{uuid.uuid4().hex[:8]}\n")
+        save_bytes(path, f"{uuid.uuid4().hex[:8]}\n".encode())  # an empty file would give every start another run
     return path.read_text().strip()
 
 

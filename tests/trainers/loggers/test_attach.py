@@ -1,6 +1,7 @@
 """Loggers of a trainer."""
 
 import errno
+import resource
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -82,6 +83,18 @@ def test_a_logger_whose_disk_is_full_ends_a_run_or_not(
         Loggers(trainer_of(tmp_path, noted)).after_metrics(4, {})
     Loggers(trainer_of(tmp_path, noted, on_disk_error="continue")).after_metrics(4, {})
     assert "a logger lacks the metrics of this step, and the run goes on" in capsys.readouterr().err
+
+
+def test_a_run_whose_id_found_a_full_disk_gets_one_later(tmp_path: Path, noted: str) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # no file may grow
+    try:
+        with pytest.raises(OSError, match="too large"):
+            Loggers(trainer_of(tmp_path, noted))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    Loggers(trainer_of(tmp_path, noted))
+    assert len(Noted.made[0].run.id) == 8
 
 
 def test_no_secret_leaves_the_run() -> None:
