@@ -23,7 +23,7 @@ from lightrl.strategy.layout.dtensor import DTensorLayout
 from lightrl.strategy.layout.plain import PlainLayout, Weights, has_adapters, include_adapters
 from lightrl.strategy.optim.accumulation import accumulation_of
 from lightrl.strategy.optim.hooked_step import hooked_step
-from lightrl.strategy.optim.hooks import attach
+from lightrl.strategy.optim.hooks import attach, detach, hooks_of
 from lightrl.strategy.optim.optimizers import build_optimizer, clip_gradients
 from lightrl.strategy.optim.weight_average import AverageOfModel
 from lightrl.strategy.results import OptimizerStep, TrainedModel
@@ -192,9 +192,12 @@ class TorchStrategy(StrategyBase):
     # ---- The average of the weights ----------------------------------------------------------------------------
 
     def keep_average(self, model: nn.Module, decay: float) -> None:
-        """Averages the model's weights from now on: after each update, and in checkpoints."""
-        average = AverageOfModel(model, self.layout, decay, before_writing=self.after_forward_only)
-        attach(self.trained.entry(model).optimizer, average)
+        """Averages the weights from now on, after each update and in checkpoints; a second call starts anew."""
+        optimizer = self.trained.entry(model).optimizer
+        for hook in hooks_of(optimizer):
+            if isinstance(hook, AverageOfModel) and hook.model is model:
+                detach(optimizer, hook)
+        attach(optimizer, AverageOfModel(model, self.layout, decay, before_writing=self.after_forward_only))
 
     @contextmanager
     def averaged_weights(self, model: nn.Module) -> Iterator[None]:

@@ -75,3 +75,8 @@ def hooks_of(optimizer: Optimizer | None) -> list[UpdateHook]:
 def attach(optimizer: Optimizer, hook: UpdateHook) -> None:
     """Adds a hook to every update of the optimizer from now on."""
     setattr(optimizer, HOOKS, [*hooks_of(optimizer), hook])
+
+
+def detach(optimizer: Optimizer, hook: UpdateHook) -> None:
+    """Ends the part of a hook in the optimizer's updates."""
+    setattr(optimizer, HOOKS, [other for other in hooks_of(optimizer) if other is not hook])

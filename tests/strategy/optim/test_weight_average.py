@@ -45,6 +45,17 @@ def test_by_hand() -> None:
     assert average_of(slow, model) == pytest.approx(4.71, abs=1e-6)
 
 
+def test_a_second_call_starts_anew_and_keeps_one_copy() -> None:
+    strategy, model = one_weight(5.0)
+    update(strategy)
+    strategy.keep_average(model, 0.9)
+    assert average_of(strategy, model) == 4.0
+    update(strategy)
+    assert average_of(strategy, model) == pytest.approx(3.9, abs=1e-6)  # 0.9 x 4 + 0.1 x 3
+    kept = [hook.tensors() for hook in strategy.trained.hooks_of(strategy.trained.entry(model).optimizer)]
+    assert [len(tensors) for tensors in kept] == [1]
+
+
 def test_a_skipped_update_leaves_it() -> None:
     strategy, model = one_weight(5.0)
     update(strategy)
