@@ -8,10 +8,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from lightrl.trainers.model_card import write_card
 from lightrl.trainers.observer import Observer
+
+_NEWS_S = 10.0  # between two words of rank 0 that it is still uploading
 
 
 class Export(Observer):
@@ -41,8 +44,7 @@ class Export(Observer):
             if self._comm.is_main:
                 shutil.rmtree(target, ignore_errors=True)  # exists if the run was resumed from an earlier step
                 partial.rename(target)
-        if self._upload is not None:
-            self._upload(target, f"step {step}")
+        self._push(target, f"step {step}")
 
     def after_export(self, folder: Path) -> None:
         """Writes the model card, and uploads the final model."""
@@ -50,8 +52,21 @@ class Export(Observer):
         with self._comm.phase("model card", local=True):
             if self._comm.is_main:
                 write_card(folder, self._trainer.folder.root, self._config, step=step)
-        if self._upload is not None and folder == self._trainer.folder.final:
-            self._upload(folder, f"the model after {step} steps")
+        if folder == self._trainer.folder.final:
+            self._push(folder, f"the model after {step} steps")
+
+    def _push(self, folder: Path, message: str) -> None:
+        """Uploads a folder if the options ask for it; every rank must call it, and all wait for rank 0."""
+        if not self._config.hub.push:
+            return
+        uploading: Thread | None = None
+        if self._upload is not None:
+            uploading = Thread(target=self._upload, args=(folder, message), name="upload", daemon=True)
+            uploading.start()
+        # One collective that waits for the whole upload would break at its time-out.
+        while self._comm.any(uploading is not None and uploading.is_alive()):
+            if uploading is not None:
+                uploading.join(min(_NEWS_S, self._comm.timeout.total_seconds() / 2))
 
 
 class AverageExport(Observer):

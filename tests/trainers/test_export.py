@@ -1,15 +1,21 @@
 """Exports of a run, while it goes on and afterwards."""
 
 import shutil
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fake_hub import running_hub
 from safetensors.torch import load_file
 
+from lightrl.comm import Comm
 from lightrl.config import CheckpointConfig, EvalConfig, GRPOConfig, LoraConfig, RolloutLogConfig
 from lightrl.config.export_sections import ExportConfig, HubConfig
+from lightrl.trainers import export
 from lightrl.trainers.export_run import main
 from lightrl.trainers.fit import build_trainer
 from lightrl.trainers.grpo import GRPOTrainer
@@ -65,6 +71,40 @@ def test_a_run_exports_uploads_and_is_exported(
     capsys.readouterr()
     assert hash_main([str(folder / "again")]) == 0
     assert capsys.readouterr().out.split()[0] in (folder / "again" / "README.md").read_text()
+
+
+class AnsweringComm(Comm):
+    """A rank whose first decisions are given."""
+
+    def __init__(self, rank: int, answers: list[bool]) -> None:
+        super().__init__(timeout=timedelta(seconds=0.1))
+        self.rank, self._answers, self.was_asked = rank, answers, Event()
+
+    def any(self, flag: bool) -> bool:
+        if not self._answers:
+            self.was_asked.set()
+            return flag
+        return self._answers.pop(0)
+
+
+def test_ranks_hear_of_a_long_upload_more_often_than_they_time_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploaded: list[bool] = []
+    monkeypatch.setattr(export, "write_card", lambda *_, **__: None)
+    for rank, answers in ((0, [True, True, True]), (1, [True, True, False])):
+        comm = AnsweringComm(rank, answers)
+        upload = partial(lambda event, *_: uploaded.append(event.wait(20)), comm.was_asked)
+        monkeypatch.setattr(export, "_uploader", lambda _, upload=upload: upload)
+        trainer: Any = SimpleNamespace(
+            strategy=SimpleNamespace(comm=comm),
+            config=SimpleNamespace(hub=HubConfig(push="me/model")),
+            folder=SimpleNamespace(root=tmp_path, final=tmp_path / "final"),
+            step_index=2,
+        )
+        export.Export(trainer).after_export(tmp_path / "final")
+        assert not answers
+    assert uploaded == [True]  # by rank 0, which was asked meanwhile
 
 
 def test_a_step_that_is_trained_again_replaces_its_export(run: Any) -> None:
