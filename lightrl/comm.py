@@ -308,15 +308,16 @@ class RankComm(Comm):
         """Posts why this rank leaves; if others left first, raises an error with what they posted instead."""
         if isinstance(error, RankError):
             return
-        if not is_lost_peer(error):
-            board.post_error(error)
-            return
-        raise RankError(self._why_lost(board, str(error))) from error
+        if is_lost_peer(error):
+            raise RankError(self._why_lost(board, str(error))) from error
+        board.post_error(error)
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
         """Adds this rank, its phase and the phases of the others to the error of a collective that broke."""
         _require_no_episode(what)
+        if self._board is not None:
+            self._board.go_on()
         try:
             yield
         except RuntimeError as error:
@@ -357,9 +358,8 @@ class RankComm(Comm):
     def _reduced_int(self, value: int, op: str) -> int:
         if self.world == 1:
             return value
-        number = torch.tensor(value, dtype=torch.int64)
         with self._explained("a decision of all ranks"):
-            dist.all_reduce(number, op=_reduce_op(op), group=self._control)
+            dist.all_reduce(number := torch.tensor(value, dtype=torch.int64), op=_reduce_op(op), group=self._control)
         return int(number)
 
     def _reduce_in_place(self, flat: Tensor, op: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import traceback
 from collections.abc import Mapping
@@ -40,6 +41,7 @@ class RankBoard:
         self._rank = rank
         self._world = world
         self._phases = ["start"]
+        self._posted = 0  # id of the error that this rank has posted; the error itself would keep its frames' tensors
         self._is_lost = False  # whether the store is gone: torch prints a warning at each further attempt
 
     @property
@@ -49,6 +51,7 @@ class RankBoard:
 
     def enter(self, phase: str) -> None:
         """Posts that this rank has begun a phase."""
+        self.go_on()
         self._phases.append(phase)
         self._post_phase()
 
@@ -61,7 +64,14 @@ class RankBoard:
 
     def post_error(self, error: BaseException) -> None:
         """Posts the traceback that this rank leaves with."""
+        self._posted = id(error)
         self._post(f"lightrl/error/{self._rank}", describe(error))
+
+    def go_on(self) -> None:
+        """Withdraws an error that a program has caught; one with which this rank is still on its way out stays."""
+        if self._posted and not _is_handled(self._posted):
+            self._posted = 0
+            self._post(f"lightrl/error/{self._rank}", "")
 
     def errors_of_others(self) -> dict[int, str]:
         """Returns the tracebacks that other ranks posted, after a short wait: a broken connection travels faster."""
@@ -73,9 +83,10 @@ class RankBoard:
         return {}
 
     def errors_now(self) -> dict[int, str]:
-        """Returns the tracebacks that other ranks have posted."""
+        """Returns the tracebacks that other ranks have posted and not withdrawn."""
         keys = {rank: f"lightrl/error/{rank}" for rank in range(self._world) if rank != self._rank}
-        return {rank: self._store.get(key).decode() for rank, key in keys.items() if self._has(key)}
+        posted = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._has(key)}
+        return {rank: text for rank, text in posted.items() if text}
 
     def describe_errors(self, errors: Mapping[int, str]) -> str:
         """Returns a message that names the failed ranks and holds their tracebacks."""
@@ -119,6 +130,14 @@ class RankBoard:
 def describe(error: BaseException) -> str:
     """Returns the error with its traceback."""
     return "".join(traceback.format_exception(error))
+
+
+def _is_handled(identity: int) -> bool:
+    """Returns whether this thread is within an except or finally block of an error, or of one that followed it."""
+    error = sys.exc_info()[1]
+    while error is not None and id(error) != identity:
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def is_lost_peer(error: BaseException) -> bool:

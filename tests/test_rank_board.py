@@ -50,6 +50,37 @@ def test_ranks_see_the_phases_and_errors_of_the_others(monkeypatch: pytest.Monke
     assert first.describe_errors(errors).startswith("rank 1 failed in phase 'learn':\n--- rank 1 ---\n")
 
 
+def test_an_error_that_a_program_catches_is_withdrawn_when_it_goes_on() -> None:
+    store = DictStore()
+    first, second = RankBoard(store, 0, 2), RankBoard(store, 1, 2)
+
+    def fail() -> None:
+        try:
+            raise ZeroDivisionError("the loss")
+        except ZeroDivisionError as error:
+            second.post_error(error)
+            raise
+
+    def leave() -> None:
+        try:
+            fail()
+        except ZeroDivisionError as error:
+            second.enter("clean-up on the way out")
+            assert list(first.errors_now()) == [1]
+            raise KeyError from error
+        finally:
+            second.enter("more of it")
+            assert list(first.errors_now()) == [1]
+
+    with pytest.raises(KeyError):
+        leave()
+    second.enter("the next step")
+    assert first.errors_now() == {}
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert list(first.errors_now()) == [1]
+
+
 def test_a_store_that_is_gone_hides_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     store = DictStore()
