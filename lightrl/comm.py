@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lightrl.parcels import exchange_objects, gather_objects, gather_rows
-from lightrl.process_group import consecutive_group, control_group, error_of_nccl, join, pick_gpu
-from lightrl.rank_board import RankBoard, describe, is_lost_peer
+from lightrl.process_group import consecutive_group, control_group, error_of_nccl, is_lost_peer, join, pick_gpu
+from lightrl.rank_board import RankBoard, describe
 from lightrl.stall_watch import StallWatch, is_wanted
 from lightrl.trees import map_by_kind, map_leaves
 

@@ -17,6 +17,18 @@ from torch.distributed.rendezvous import rendezvous
 
 _LINK_WATCH = timedelta(days=365)  # time-out of a receive that is to end only when the peer does
 
+_PEER_LOST = (
+    "Connection closed",
+    "Connection reset",
+    "Timed out",
+    "timed out",
+    "NCCL",
+    "Broken pipe",
+    "pair closure",  # Gloo's connections are closed once a collective has timed out
+    "Socket Timeout",
+)
+_OF_GLOO = ("/gloo/", "Application timeout caused pair closure")  # its errors name the line of its source, but for one
+
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -137,6 +149,17 @@ def error_of_nccl() -> str:
             if error != "SUCCESS":
                 return error
     return ""
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Returns whether an error of torch.distributed says that another rank has left or does not answer.
+
+    Others may use the same words, such as a reward whose server has timed out. NCCL and the store have exceptions of
+    their own; Gloo raises RuntimeError.
+    """
+    text = str(error)
+    is_of_gloo = isinstance(error, RuntimeError) and any(sign in text for sign in _OF_GLOO)
+    return (is_of_gloo or isinstance(error, dist.DistError)) and any(sign in text for sign in _PEER_LOST)
 
 
 def watch_group(rank: int, size: int) -> Any:

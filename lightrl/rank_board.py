@@ -8,17 +8,6 @@ import traceback
 from collections.abc import Mapping
 from typing import Protocol
 
-_PEER_LOST = (
-    "Connection closed",
-    "Connection reset",
-    "Timed out",
-    "timed out",
-    "NCCL",
-    "Broken pipe",
-    "pair closure",  # Gloo's connections are closed once a collective has timed out
-    "Socket Timeout",
-)
-
 
 class Store(Protocol):
     """The part of torch's key-value store that the board uses."""
@@ -138,8 +127,3 @@ def _is_handled(identity: int) -> bool:
     while error is not None and id(error) != identity:
         error = error.__cause__ or error.__context__
     return error is not None
-
-
-def is_lost_peer(error: BaseException) -> bool:
-    """Returns whether an error of a collective says that another rank has left or does not answer."""
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _PEER_LOST)

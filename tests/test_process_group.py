@@ -11,7 +11,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from lightrl import process_group
 from lightrl.comm import known_world
-from lightrl.process_group import EnvironmentVariableError, backend_for, check_environment, join
+from lightrl.process_group import EnvironmentVariableError, backend_for, check_environment, is_lost_peer, join
 from lightrl.testing import run_spmd
 
 UNCLOSED = Path(__file__).parent / "programs" / "unclosed_program.py"
@@ -32,6 +32,23 @@ def test_variables_that_describe_no_rank_are_named(monkeypatch: pytest.MonkeyPat
     assert known_world() == 1  # whoever joins is told below
     with pytest.raises(ValueError, match="WORLD_SIZE is 'two': it must be a whole number"):
         check_environment()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [
+        (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"), True),
+        (RuntimeError("[/pytorch/third_party/gloo/gloo/allreduce.cc:48] Invalid scalar type"), False),
+        (RuntimeError("Application timeout caused pair closure"), True),
+        (dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:94, remote process exited"), True),
+        (dist.DistNetworkError("The client socket has timed out after 6000ms"), True),
+        (RuntimeError("the reward's server timed out"), False),
+        (RuntimeError("NCCL is not what the answer is about"), False),
+        (TimeoutError("timed out"), False),
+    ],
+)
+def test_only_errors_of_a_process_group_tell_of_a_lost_rank(error: Exception, is_lost: bool) -> None:
+    assert is_lost_peer(error) is is_lost
 
 
 def test_a_gpu_needs_both_back_ends() -> None:
