@@ -35,6 +35,7 @@ _ANSWER_S = 3.0  # limit for the answer of a rank that can answer
 _STACK_S = 3.0  # limit for faulthandler to write a stack
 _SKEW_S = 5.0  # by which ranks may come to a collective one after the other, and find its time-out
 _REPORT_S = 20.0  # limit for the report; a store that takes longer has lost its host
+_WAIT_S = 15.0  # for another rank to report, or to kill this one; at _REPORT_S the store would be blamed
 
 _end: Callable[[int], Any] | None = None
 
@@ -107,10 +108,10 @@ class StallWatch:
                 return self._board.describe_errors(errors)
             self._has_given_up = True
             if self._store.check([_looked_at(self._rank)]):  # this process was stopped, and is about to be killed
-                time.sleep(_REPORT_S)
+                time.sleep(_WAIT_S)
             self._answer(self._store, {"waits": text})
             if self._store.add(_ASKED, 1) > 1:
-                self._wait_for([_TOLD], _REPORT_S)
+                self._wait_for([_TOLD], _WAIT_S)
                 return f"rank {self._rank} waited for another rank in vain; the rank that asked first says for which."
             self._wait_for([_answer_of(rank) for rank in range(self._world)], _ANSWER_S + 2 * _STACK_S)
             # Written before the others are told: as soon as one of them ends, torchrun kills this rank.

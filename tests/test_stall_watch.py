@@ -123,6 +123,22 @@ def test_ranks_that_wait_for_their_gpus_report_before_torch_ends_them(
         watch.stop()
 
 
+def test_a_rank_that_ends_before_its_report_is_not_taken_for_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    waits: list[float] = []
+    monkeypatch.setattr(stall_watch, "_end", ended.append)
+    monkeypatch.setattr(stall_watch, "_POLL_S", 60)
+    store = SharedStore()
+    watch = StallWatch(store, RankBoard(store, 0, 2), 0, 2)
+    monkeypatch.setattr(watch, "_wait_for", lambda keys, seconds: waits.append(seconds))
+    store.values[stall_watch._ASKED] = "1"  # by rank 1, which is gone
+    assert "the rank that asked first says for which" in watch.why_lost("timed out")
+    assert waits == [stall_watch._WAIT_S]
+    assert waits[0] + 2 < stall_watch._REPORT_S  # 1 s went by before, in which an error would have come
+    watch.stop()
+    assert ended == []
+
+
 def test_a_store_that_goes_before_anybody_asks_ends_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
     monkeypatch.setattr(stall_watch, "_end", ended.append)
