@@ -158,7 +158,7 @@ def is_lost_peer(error: BaseException) -> bool:
     their own; Gloo raises RuntimeError.
     """
     text = str(error)
-    is_of_gloo = isinstance(error, RuntimeError) and any(sign in text for sign in _OF_GLOO)
+    is_of_gloo = type(error) is RuntimeError and any(sign in text for sign in _OF_GLOO)
     return (is_of_gloo or isinstance(error, dist.DistError)) and any(sign in text for sign in _PEER_LOST)
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from lightrl import process_group
-from lightrl.comm import known_world
+from lightrl.comm import RankError, known_world
 from lightrl.process_group import EnvironmentVariableError, backend_for, check_environment, is_lost_peer, join
 from lightrl.testing import run_spmd
 
@@ -45,6 +45,7 @@ def test_variables_that_describe_no_rank_are_named(monkeypatch: pytest.MonkeyPat
         (RuntimeError("the reward's server timed out"), False),
         (RuntimeError("NCCL is not what the answer is about"), False),
         (TimeoutError("timed out"), False),
+        (RankError("rank 0 gave up: [/pytorch/third_party/gloo/gloo/x.cc:1] Timed out"), False),  # it explains already
     ],
 )
 def test_only_errors_of_a_process_group_tell_of_a_lost_rank(error: Exception, is_lost: bool) -> None:
