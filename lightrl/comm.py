@@ -83,6 +83,8 @@ def known_world() -> int:
 class Comm:
     """A world of one, which waits for nobody. RankComm overrides what several ranks do together."""
 
+    board: RankBoard | None = None  # where ranks tell each other what they do, without a collective
+
     def __init__(self, *, device: torch.device | None = None, timeout: timedelta = timedelta(minutes=30)) -> None:
         self.device = device or torch.device("cpu")
         self.timeout = timeout
@@ -241,23 +243,22 @@ class RankComm(Comm):
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self._control = control_group
         self._owns_group = owns_group
-        self._board: RankBoard | None = None
         self._watch: StallWatch | None = None
         if store is not None:
-            self._board = RankBoard(store, self.rank, self.world)
+            self.board = RankBoard(store, self.rank, self.world)
             found = error_of_nccl if self.device.type == "cuda" else None
-            self._watch = StallWatch(store, self._board, self.rank, self.world, found) if is_wanted() else None
+            self._watch = StallWatch(store, self.board, self.rank, self.world, found) if is_wanted() else None
 
     # ---- Phases and errors -------------------------------------------------------------------------------------
 
     @property
     def phase_name(self) -> str:
-        return self._board.phase if self._board is not None else super().phase_name
+        return self.board.phase if self.board is not None else super().phase_name
 
     def phase(  # type: ignore[override]
         self, name: str, *, local: bool = False, late: type[Exception] | None = None
     ) -> AbstractContextManager[Largest]:
-        return self._unwatched(name, local) if self._board is None else self._watched(self._board, name, local, late)
+        return self._unwatched(name, local) if self.board is None else self._watched(self.board, name, local, late)
 
     @contextmanager
     def _unwatched(self, name: str, local: bool) -> Iterator[Largest]:
@@ -306,26 +307,25 @@ class RankComm(Comm):
 
     def _publish_or_explain(self, board: RankBoard, error: Exception) -> None:
         """Posts why this rank leaves; if others left first, raises an error with what they posted instead."""
-        if isinstance(error, RankError):
-            return
         if is_lost_peer(error):
             raise RankError(self._why_lost(board, str(error))) from error
-        board.post_error(error)
+        if not isinstance(error, RankError):
+            board.post_error(error)
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
         """Adds this rank, its phase and the phases of the others to the error of a collective that broke."""
         _require_no_episode(what)
-        if self._board is not None:
-            self._board.go_on()
+        if self.board is not None:
+            self.board.go_on()
         try:
             yield
         except RuntimeError as error:
-            if isinstance(error, RankError) or not is_lost_peer(error):
+            if not is_lost_peer(error):
                 raise
             limit = f"time-out {self.timeout.total_seconds():.0f} s"
             text = f"rank {self.rank} gave up in {what} during phase {self.phase_name!r} ({limit}): {error}"
-            raise RankError(text if self._board is None else self._why_lost(self._board, text)) from error
+            raise RankError(text if self.board is None else self._why_lost(self.board, text)) from error
 
     def _why_lost(self, board: RankBoard, text: str) -> str:
         """Returns the errors that other ranks left with; if there are none, the text and what each rank was doing."""
@@ -339,7 +339,7 @@ class RankComm(Comm):
             return True
         if self._watch is not None and self._watch.is_reporting:
             return False  # this rank's own error comes first
-        return self._board is not None and bool(self._board.errors_of_others())
+        return self.board is not None and bool(self.board.errors_of_others())
 
     # ---- Collectives, which are skipped in a group of one ------------------------------------------------------
 
@@ -405,7 +405,7 @@ class RankComm(Comm):
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self._owns_group = False
-        self._control = self._board = None
+        self._control = self.board = None
 
 
 def connect(device: torch.device, timeout: timedelta) -> Comm:

@@ -77,6 +77,18 @@ class RankBoard:
         posted = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._has(key)}
         return {rank: text for rank, text in posted.items() if text}
 
+    def tell(self, what: str, text: str) -> None:
+        """Posts how this rank's part of something has ended; any thread may call it."""
+        self._post(f"lightrl/{what}/{self._rank}", text)
+
+    def told(self, what: str, limit_s: float) -> list[str | None]:
+        """Returns by rank what the ranks have told about something, once all have or the time is up (None)."""
+        keys = [f"lightrl/{what}/{rank}" for rank in range(self._world)]
+        deadline = time.monotonic() + limit_s
+        while not all(map(self._has, keys)) and not self._is_lost and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return [self._store.get(key).decode() if self._has(key) else None for key in keys]
+
     def describe_errors(self, errors: Mapping[int, str]) -> str:
         """Returns a message that names the failed ranks and holds their tracebacks."""
         reports = "\n".join(f"--- rank {rank} ---\n{report}" for rank, report in sorted(errors.items()))
@@ -113,6 +125,7 @@ class RankBoard:
         try:
             return bool(self._store.check([key]))
         except RuntimeError:  # the store's host is gone too
+            self._is_lost = True
             return False
 
 

@@ -182,7 +182,7 @@ def check_caught_error(comm):
         if comm.rank == 1:
             raise ZeroDivisionError("a loss that the program does without")
     comm.barrier()
-    assert comm._board.errors_now() == {}
+    assert comm.board.errors_now() == {}
 
 
 def check_number_of_a_phase(comm):
@@ -215,7 +215,7 @@ def check_spans(comm, names):
     @contextmanager
     def listen(name):
         opened.append(name)
-        assert comm._board is None or comm.phase_name == name
+        assert comm.board is None or comm.phase_name == name
         try:
             yield
         finally:
@@ -280,7 +280,7 @@ def check_error_in_a_collective(comm):
         error = expect(RankError, "rank 1 failed in phase 'learn'", body)
         assert "ZeroDivisionError: the loss" in str(error)
         assert comm.has_failed_elsewhere()
-        assert not comm._board._has("lightrl/error/0")  # rank 0 has made no error itself
+        assert not comm.board._has("lightrl/error/0")  # rank 0 has made no error itself
         check_what_the_other_still_raises(comm)
 
 
@@ -300,7 +300,7 @@ def check_what_the_other_still_raises(comm):
 
     error = expect(KeyError, "my own", failing)
     assert "rank 1 failed" in str(error.__cause__)
-    assert comm._board._has("lightrl/error/0")
+    assert comm.board._has("lightrl/error/0")
 
 
 def check_errors_of_two_of_three(comm):
@@ -322,7 +322,7 @@ def check_join_again(comm):
     """The ranks leave and join again; rank 1 is late, so only its old address is in the store when rank 0 looks."""
     for number in range(2):
         comm.barrier()
-        comm._board.post_error(ZeroDivisionError("an error of an earlier group"))
+        comm.board.post_error(ZeroDivisionError("an error of an earlier group"))
         comm.close()
         time.sleep(comm.rank / 2)
         comm = connect(torch.device("cpu"), timedelta(seconds=20))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -10,10 +11,13 @@ from dataclasses import dataclass, field
 
 from torch.optim import Optimizer
 
-from lightrl.comm import Comm
+from lightrl.comm import Comm, RankError
+from lightrl.rank_board import RankBoard
 from lightrl.strategy.optim.hooks import UpdateHook
 from lightrl.strategy.saving.saver import SavedTrainer, TrainingStateSaver
 from lightrl.strategy.saving.state_files import DeferredWriter, StateWriter
+
+_numbers = itertools.count()  # of the saves of a program, the same on all ranks
 
 
 @dataclass
@@ -22,7 +26,9 @@ class BackgroundSave:
 
     jobs: Sequence[Callable[[], None]]
     commit: Callable[[], object]  # on rank 0, makes the files a checkpoint once all ranks have written
+    board: RankBoard | None = None  # where the thread tells how it ended; None in a world of one
     error: BaseException | None = None
+    number: int = field(default_factory=_numbers.__next__)
     _thread: threading.Thread = field(init=False)
 
     def __post_init__(self) -> None:
@@ -37,6 +43,8 @@ class BackgroundSave:
             self.error = error
         finally:
             self.jobs = ()  # frees the copies of the tensors
+        if self.board is not None:
+            self.board.tell(self._name, "written" if self.error is None else f"failed: {self.error}")
 
     @property
     def is_written(self) -> bool:
@@ -45,15 +53,47 @@ class BackgroundSave:
 
     def finish(self, comm: Comm) -> None:
         """Waits for all ranks and makes the files a checkpoint; raises one rank's error on all ranks."""
-        with comm.phase("checkpoint", local=True):
-            self.wait()
-            if isinstance(self.error, OSError):
-                raise self.error
-            if self.error is not None:
-                raise RuntimeError(f"A checkpoint could not be written: {self.error}") from self.error
+        try:
+            with comm.phase("checkpoint", local=True):
+                self._require_written()
+        except RankError:  # perhaps only because other ranks have ended, after they had written
+            if self._unwritten(comm, limit_s=0):
+                raise
+            if comm.is_main:
+                self.commit()
+            return
         with comm.phase("checkpoint", local=True):
             if comm.is_main:
                 self.commit()
+
+    def finish_at_exit(self, comm: Comm) -> None:
+        """Completes the save without a collective: other ranks may have ended already, or end much later."""
+        if self.board is None:
+            self.finish(comm)
+            return
+        self._require_written()
+        if not comm.is_main:
+            return
+        unwritten = self._unwritten(comm, limit_s=comm.timeout.total_seconds())
+        if unwritten:
+            raise RankError(f"The last checkpoint is not complete: {unwritten}.")
+        self.commit()
+
+    def _require_written(self) -> None:
+        self.wait()
+        if isinstance(self.error, OSError):
+            raise self.error
+        if self.error is not None:
+            raise RuntimeError(f"A checkpoint could not be written: {self.error}") from self.error
+
+    def _unwritten(self, comm: Comm, limit_s: float) -> str:
+        """Returns which ranks have not written their files; empty if all have."""
+        told = self.board.told(self._name, limit_s) if self.board is not None else [None] * comm.world
+        return ", ".join(f"rank {rank} {text or 'is missing'}" for rank, text in enumerate(told) if text != "written")
+
+    @property
+    def _name(self) -> str:
+        return f"save/{self.number}"
 
     def wait(self) -> None:
         """Waits for the thread."""
@@ -76,7 +116,7 @@ class BackgroundSaver(TrainingStateSaver):
 
     def _complete(self, writers: Sequence[StateWriter], commit: Callable[[], None]) -> None:
         jobs = [job for writer in writers if isinstance(writer, DeferredWriter) for job in writer.jobs]
-        self.pending = BackgroundSave(jobs, commit)
+        self.pending = BackgroundSave(jobs, commit, self._trainer.comm.board)
         atexit.register(self._finish_at_exit)  # before the process group is destroyed, which was made earlier
 
     def poll(self) -> None:
@@ -93,10 +133,13 @@ class BackgroundSaver(TrainingStateSaver):
 
     def _finish_at_exit(self) -> None:
         """Completes the last save of a program that does not close its strategy, unless an error ended it."""
-        if not hasattr(sys, "last_type"):
-            self.finish()
-        elif self.pending is not None:
+        if self.pending is None:
+            return
+        if hasattr(sys, "last_type"):
             self.pending.wait()  # a thread that is within torch when the interpreter is torn down aborts the process
+        else:
+            saving, self.pending = self.pending, None
+            saving.finish_at_exit(self._trainer.comm)
 
 
 class _Polling(UpdateHook):

@@ -17,6 +17,7 @@ from lightrl.strategy.torch_native import SingleStrategy
 from lightrl.testing import SpmdError, run_spmd
 
 PROGRAM = Path(__file__).parents[2] / "programs" / "checkpoint_program.py"
+LEFT = PROGRAM.with_name("left_save_program.py")
 
 
 def test_jobs_run_in_order_until_one_fails() -> None:
@@ -123,6 +124,12 @@ strategy.save_ckpt(model, {str(tmp_path)!r})
 """
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == code
     assert CheckpointDirectory(tmp_path, keep=1).steps() == steps
+
+
+@pytest.mark.parametrize("end", ["exit", "close"])
+def test_a_rank_that_ends_waits_for_no_other_and_its_files_count(end: str, tmp_path: Path) -> None:
+    run_spmd(LEFT, str(tmp_path), end, world_size=2, timeout_s=90)
+    assert CheckpointDirectory(tmp_path / "checkpoints", keep=1).steps() == [7]
 
 
 @pytest.mark.slow
