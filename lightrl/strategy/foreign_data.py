@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,17 +25,21 @@ logger = logging.getLogger(__name__)
 
 def reduced(comm: Comm, data: Any, op: str) -> Any:
     """Reduces tensors, numbers, NumPy values, and lists, tuples and dicts of them; the result has the same types."""
-    return _as_given(data, comm.all_reduce(_alike(comm, _plain(data)), op))
-
-
-def _alike(comm: Comm, plain: Any) -> Any:
-    """Makes an integer a float if another rank has a float there, such as 0 for a sum of none: bits would be added."""
+    plain = _plain(data)
     leaves = leaves_of(plain)
-    if comm.world == 1 or all(map(torch.is_tensor, leaves)):
-        return plain
-    has_float = comm.all_reduce(torch.tensor([isinstance(leaf, float) for leaf in leaves]), "max").tolist()
-    pairs = zip(leaves, has_float, strict=True)
-    return rebuilt(plain, (float(leaf) if found and isinstance(leaf, int) else leaf for leaf, found in pairs))
+    tensors = {f"{index:09d}": leaf for index, leaf in enumerate(leaves) if torch.is_tensor(leaf)}
+    found = iter(comm.all_reduce(tensors, op).values())  # refuses an unknown op even if there is no tensor
+    numbers = iter(_reduced_numbers(comm, [leaf for leaf in leaves if not torch.is_tensor(leaf)], op))
+    return _as_given(data, rebuilt(plain, (next(found if torch.is_tensor(leaf) else numbers) for leaf in leaves)))
+
+
+def _reduced_numbers(comm: Comm, numbers: list[Any], op: str) -> list[Any]:
+    """Reduces in one collective what may be an integer on one rank and a float on another, as 0 for a sum of none."""
+    rows = comm.all_gather_object(numbers) if numbers else []
+    for number in chain.from_iterable(rows):
+        if not isinstance(number, int | float):
+            raise TypeError(f"all_reduce takes tensors, numbers and dicts of them, not {type(number).__name__}.")
+    return [getattr(np, op)(column).item() for column in zip(*rows, strict=True)]
 
 
 def gathered(comm: Comm, data: Any) -> Any:

@@ -23,8 +23,14 @@ if __name__ == "__main__":
 
     assert strategy.all_reduce({"loss": np.float32(rank), "ids": [rank, 2.0]}, "sum") == {"loss": 1.0, "ids": [1, 4.0]}
     assert strategy.all_reduce(np.array([1.0, rank])).tolist() == [1.0, 0.5]
+    before = strategy.comm._control._get_sequence_number_for_group()
     mixed = strategy.all_reduce({"loss": 0.5 if rank else 0, "count": 2 + rank}, "sum")  # rank 0 has added up none
     assert (mixed, type(mixed["count"])) == ({"loss": 0.5, "count": 5}, int)
+    assert strategy.comm._control._get_sequence_number_for_group() - before == 1
+    assert strategy.all_reduce([0.5 if rank else 0, rank == 1], "mean") == [0.25, 0.5]
+    assert strategy.all_reduce(np.float32(0.5) if rank else np.int64(0), "max") == 0.5
+    assert strategy.all_reduce((rank, 2.0 - rank, torch.tensor(rank)), "min") == (0, 1.0, torch.tensor(0))
+    expect(TypeError, "not NoneType", lambda: strategy.all_reduce({"loss": None if rank else 1.0}))
     assert strategy.all_gather(np.full((rank + 1, 2), rank)).tolist() == [[0, 0], [1, 1], [1, 1]]
     both = (ValueError, "rank 0: torch.float32 [2, 3]; rank 1: torch.float32 [2, 4]")
     expect(*both, lambda: strategy.all_gather(torch.ones(2, 3 + rank)))
