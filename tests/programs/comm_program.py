@@ -8,9 +8,10 @@ from datetime import timedelta
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch.testing import assert_close
 
-from lightrl.comm import RankComm, RankError, UnknownReductionError, connect
+from lightrl.comm import RankComm, RankError, UnknownReductionError, connect, found_world
 from lightrl.metrics import Statistics
 
 
@@ -86,6 +87,9 @@ def check_broadcast_and_groups(comm):
     tensor = torch.tensor([comm.rank])
     comm.broadcast_tensor(tensor, source=1)
     assert tensor.tolist() == [1]
+    tensor = torch.tensor([comm.rank])
+    comm.broadcast_tensor(tensor)
+    assert (tensor.tolist(), comm.broadcast_object(comm.rank)) == ([0], 0)  # of rank 0, if nothing else is said
     assert comm.new_groups(1) is None
     assert comm.all_gather_object(comm.rank, comm.new_groups(2)) == [0, 1]
     expect(ValueError, "Groups of 3 ranks do not divide a world of 2", lambda: comm.new_groups(3))
@@ -103,6 +107,7 @@ def check_a_group_of_somebody_else(comm):
     again = connect(torch.device("cpu"), timedelta(seconds=60))
     assert again.all_reduce(again.rank + 1, "sum") == 3
     again.close()
+    found_world().close()
     assert comm.all_reduce(1, "sum") == 2
 
 
@@ -323,9 +328,12 @@ def check_join_again(comm):
     for number in range(2):
         comm.barrier()
         comm.board.post_error(ZeroDivisionError("an error of an earlier group"))
-        comm.close()
+        earlier = comm
+        earlier.close()
+        assert not dist.is_initialized()
         time.sleep(comm.rank / 2)
         comm = connect(torch.device("cpu"), timedelta(seconds=20))
+        earlier.close()  # has nothing left to close
         assert comm.all_reduce(comm.rank + number, "sum") == 1 + 2 * number
         assert not comm.has_failed_elsewhere()
     comm.close()
