@@ -108,6 +108,7 @@ def check_a_group_of_somebody_else(comm):
     assert again.all_reduce(again.rank + 1, "sum") == 3
     again.close()
     found_world().close()
+    assert dist.is_initialized()  # a reduction over a destroyed group still works
     assert comm.all_reduce(1, "sum") == 2
 
 
@@ -334,6 +335,7 @@ def check_join_again(comm):
         time.sleep(comm.rank / 2)
         comm = connect(torch.device("cpu"), timedelta(seconds=20))
         earlier.close()  # has nothing left to close
+        assert dist.is_initialized()
         assert comm.all_reduce(comm.rank + number, "sum") == 1 + 2 * number
         assert not comm.has_failed_elsewhere()
     comm.close()
