@@ -155,8 +155,8 @@ class Comm:
     def all_reduce(self, data: T, op: str = "mean", weight: float | Tensor | None = None) -> T:
         """Reduces a tensor, a number or a dict of them over the ranks; the input is not changed.
 
-        There is one collective per type. A weight (only with op "mean") gives sum(weight x value) / sum(weight). The
-        mean of integers is a float. Truth values are counted by "sum" and "mean".
+        There is one collective per type; a number must be of one type on all ranks. A weight (only with op "mean")
+        gives sum(weight x value) / sum(weight). The mean of integers is a float; "sum" and "mean" count truth values.
         """
         if op not in OPERATIONS:
             raise UnknownReductionError(f"Unknown reduction {op!r}. Choose one of {', '.join(OPERATIONS)}.")
