@@ -392,7 +392,7 @@ class JudgeConfig:
     """Timeout of one request, in seconds."""
     retries: int = option(3, at_least=0)
     """Number of further tries after a failure that may pass: no connection, timeout, HTTP 408, 409, 425, 429 and 5xx.
-    The wait before a try is what the server asks for, or starts at 1 s and doubles."""
+    The wait before a try is what the server asks for, or starts at 1 s and doubles, plus up to half of it at random."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import random
 import re
 import urllib.error
 import urllib.parse
@@ -44,6 +45,7 @@ Is it right, complete and clear? Reason briefly, then end with a line "Score: N"
 _PLACEHOLDER = re.compile(r"\{(question|response|answer)\}")
 _TRANSIENT = {408, 409, 425, 429}  # HTTP codes that are worth a retry, besides all from 500 on
 _MAX_WAIT_S = 60.0
+_SPREAD = 0.5  # largest random part of a wait: a busy server must not get the same burst again
 _MAX_THREADS = 256  # the real bound is --reward_concurrency
 _MAX_REPLY_BYTES = 1 << 22
 
@@ -64,6 +66,7 @@ class Judge:
             logger.warning("--judge.url is plain http to another machine: the key of --judge.api_key_env can be read.")
         self._threads = ThreadPoolExecutor(max_workers=_MAX_THREADS, thread_name_prefix="judge")
         self._opener = _opener(self._url)
+        self._random = random.Random()  # its own seed on every rank, unlike that of the module, which a user may seed
 
     async def __call__(self, sample: Sample, /) -> float:
         return self._score(await self._ask(self._filled(sample)))
@@ -110,8 +113,12 @@ class Judge:
             except _TransientError as error:
                 if attempt == self._settings.retries:
                     raise RuntimeError(f"the judge at {self._url} failed {attempt + 1} times: {error}") from error
-                await asyncio.sleep(min(error.wait_s or 2.0**attempt, _MAX_WAIT_S))
+                await asyncio.sleep(self._wait_s(attempt, error.wait_s))
         raise AssertionError
+
+    def _wait_s(self, attempt: int, asked_s: float) -> float:
+        """Returns the wait before the next try: at least what the server asks for, if it does."""
+        return min(asked_s or 2.0**attempt, _MAX_WAIT_S) * (1 + _SPREAD * self._random.random())
 
     def _post(self, body: Mapping[str, Any]) -> str:
         headers = {"Content-Type": "application/json"}

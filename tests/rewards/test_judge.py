@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import json
+import random
 import threading
 import time
 import urllib.parse
@@ -153,6 +154,33 @@ def test_what_may_pass_is_tried_again_and_no_more_than_allowed(server: Server) -
     with pytest.raises(RewardError, match="refused: HTTP 404: no such model"):
         judged(server, "a", retries=5)
     assert len(server.requests) == 6
+
+
+class Draws:
+    """Returns the given numbers in turn."""
+
+    def __init__(self, *values: float) -> None:
+        self._values = iter(values)
+
+    def random(self) -> float:
+        return next(self._values)
+
+
+def test_waits_grow_and_have_a_random_part_of_up_to_half() -> None:
+    judge = Judge(settings=JudgeConfig(url="http://127.0.0.1:9/v1", model="m"))
+    judge._random = Draws(0.0, 1.0, 0.5, 0.0, 1.0, 0.5)  # type: ignore[assignment]
+    assert [judge._wait_s(attempt, 0.0) for attempt in range(3)] == [1.0, 3.0, 5.0]  # 1, 2 * 1.5, 4 * 1.25
+    assert [judge._wait_s(0, 8.0), judge._wait_s(0, 8.0)] == [8.0, 12.0]  # never earlier than the server asks
+    assert judge._wait_s(0, 600.0) == 75.0  # the longest wait is 60 s, and those who reach it differ too
+
+
+def test_workers_wait_differently_even_if_all_seed_their_draws_alike() -> None:
+    waits = []
+    for _ in range(2):
+        random.seed(7)
+        judge = Judge(settings=JudgeConfig(url="http://127.0.0.1:9/v1", model="m"))
+        waits.append([judge._wait_s(0, 0.0) for _ in range(3)])
+    assert waits[0] != waits[1]
 
 
 def test_an_error_whose_text_breaks_off_is_tried_again(server: Server) -> None:
