@@ -12,6 +12,7 @@ from lightrl.imports import load_object
 from lightrl.records import Prompt
 from lightrl.rollout.client import EngineClient
 from lightrl.rollout.episode import Episode
+from lightrl.rollout.event_loop import run_to_its_end
 
 BUILTIN_WORKFLOWS = {
     "environment": "lightrl.rollout.workflow:EnvironmentWorkflow",
@@ -69,7 +70,8 @@ class EnvironmentWorkflow(Workflow):
         """Takes openenv or package.module:Class; the other arguments go to the constructor of the environment."""
         self._make = load_object(environment, builtin=BUILTIN_ENVIRONMENTS, what="environment", example="MyEnvironment")
         self._arguments = arguments
-        self._new_environment()  # a wrong argument shows here, before anything expensive
+        trial = self._new_environment()  # a wrong argument shows here, before anything expensive
+        run_to_its_end(_closed(trial))
 
     def _new_environment(self) -> Any:
         made = self._make(**self._arguments)
@@ -86,8 +88,7 @@ class EnvironmentWorkflow(Workflow):
             await self._play(engine, environment, episode)
             return episode
         finally:
-            if hasattr(environment, "close"):
-                await _awaited(environment.close())
+            await _closed(environment)
 
     async def _play(self, engine: EngineClient, environment: Any, episode: Episode) -> None:
         episode.reward = 0.0
@@ -138,6 +139,11 @@ def _require_messages(observation: Any, source: str) -> Any:
     raise ValueError(
         f"The environment's {source} gave the observation {observation!r}. It must be a text or a list of messages."
     )
+
+
+async def _closed(environment: Any) -> None:
+    if hasattr(environment, "close"):
+        await _awaited(environment.close())
 
 
 async def _awaited(value: Any) -> Any:

@@ -77,6 +77,27 @@ def test_the_context_is_limited() -> None:
     assert episode.finish_reason == "context"
 
 
+class Closed(Count):
+    """Counts how many of its objects are open."""
+
+    num_made = num_open = 0
+
+    def __init__(self, *, length: int) -> None:
+        super().__init__(length=length)
+        Closed.num_made, Closed.num_open = Closed.num_made + 1, Closed.num_open + 1
+
+    async def close(self) -> None:
+        await asyncio.sleep(0)
+        Closed.num_open -= 1
+
+
+def test_each_environment_is_closed_and_so_is_the_one_that_tries_the_arguments() -> None:
+    workflow = EnvironmentWorkflow(environment=f"{HERE}Closed", length=1)
+    assert (Closed.num_made, Closed.num_open) == (1, 0)
+    asyncio.run(workflow.arun_episode(client(Recorder()), PROMPT))
+    assert (Closed.num_made, Closed.num_open) == (2, 0)
+
+
 class Gymnasium:
     """Returns what it is told to, by default what environments of gymnasium return."""
 
