@@ -38,9 +38,10 @@ from lightrl.trainers.run_folder import RunFolder
 class RolloutServer:
     """Generates, scores and evaluates with the weights that the trainer sends."""
 
-    def __init__(self, config: RolloutConfig, role: Role) -> None:
+    def __init__(self, config: RolloutConfig, role: Role, rewards: RewardSet) -> None:
         options = _server_options(config, role)
         self.config = config
+        self.rewards = rewards
         self.step_index = 0  # those at the start of the run
         self._has_passed_on = False  # a signal, to the trainer
         self._own_rewards: RewardSet | None = None  # of production
@@ -51,7 +52,6 @@ class RolloutServer:
         self.strategy.comm.failure_of_others = self.link.peers.failure
         try:
             self.prompts = PromptData(self.run)
-            self.rewards = RewardSet.from_config(config)
             self._start_engine()
             self.collector = self._make_collector()
             self.production = self._make_production() if config.rollout.max_staleness else None

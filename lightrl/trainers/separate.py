@@ -14,7 +14,7 @@ from lightrl.config import GRPOConfig, RolloutConfig, check_own_options
 from lightrl.config.rollout_sections import ScheduleConfig
 from lightrl.engines.link import SIGNAL, Link
 from lightrl.engines.peer_watch import PeerWatch
-from lightrl.rewards.reward_set import RewardSet, is_collective
+from lightrl.rewards.reward_set import RewardSet
 from lightrl.roles import Role, split
 from lightrl.rollout.bounded_collector import BoundedCollector, Tickets
 from lightrl.rollout.bounded_drop import DroppingCollector
@@ -38,7 +38,7 @@ def in_role(trainer_class: Callable[[Any], Trainer]) -> Callable[[RolloutConfig]
         parts = curriculum_of(config)
         role = split(config.rollout_ranks, engine_tp_size=config.engine_tp_size)
         if not role.is_trainer:
-            return RolloutServer(config, role)
+            return RolloutServer(config, role, rewards_of_samples(config))
         if not isinstance(trainer_class, type):
             raise TypeError("--rollout_ranks needs a subclass of lightrl.Trainer, not a function that makes a trainer.")
         learner: type[Any] = type(f"Remote{trainer_class.__name__}", (Learner, *parts, trainer_class), {})
@@ -167,13 +167,8 @@ class Learner(Trainer):
 
 def check_split(config: RolloutConfig) -> None:
     """Raises ValueError for an option that separate ranks do not support."""
-    collective = [name for name in config.reward if name.split("=")[0] == "reward_model"]
-    if not collective:
-        rewards = RewardSet.from_config(config)
-        collective = [item.label for item in rewards.rewards if is_collective(item.reward)]
-        rewards.close()
-    if collective:
-        raise _refused(f"--reward {collective[0]}, which all ranks compute together", "Choose another reward")
+    if "reward_model" in [name.split("=")[0] for name in config.reward]:  # told before any other reward is constructed
+        raise _refused_reward("reward_model")
     if getattr(getattr(config, "dynamic_sampling", None), "enabled", False):
         raise _refused("--dynamic_sampling.enabled", "Leave it out")
     _check_schedule(config)
@@ -183,6 +178,18 @@ def check_split(config: RolloutConfig) -> None:
         raise _refused("--offload_while_generating, since no engine shares the trainer's device", "Leave it out")
     if isinstance(config, GRPOConfig):
         _check_advantage(config.algorithm.advantage)
+
+
+def rewards_of_samples(config: RolloutConfig) -> RewardSet:
+    """Builds the rewards of a rank that generates; raises ValueError for one that all ranks compute together."""
+    rewards = RewardSet.from_config(config)
+    if rewards.collective is not None:
+        raise _refused_reward(rewards.collective)
+    return rewards
+
+
+def _refused_reward(label: str) -> ValueError:
+    return _refused(f"--reward {label}, which all ranks compute together", "Choose another reward")
 
 
 def _check_advantage(name: str) -> None:

@@ -2,8 +2,10 @@ import pytest
 
 from lightrl.algorithms.registry import advantage
 from lightrl.config import DynamicSamplingConfig, GRPOConfig, PPOConfig
+from lightrl.roles import Role
+from lightrl.trainers import separate
 from lightrl.trainers.grpo import GRPOTrainer
-from lightrl.trainers.separate import check_split, in_role
+from lightrl.trainers.separate import Learner, check_split, in_role, rewards_of_samples
 
 
 @pytest.mark.parametrize(
@@ -19,6 +21,42 @@ from lightrl.trainers.separate import check_split, in_role
 def test_what_separate_ranks_do_not_have_is_refused_by_name(options, message):
     with pytest.raises(ValueError, match=f"--rollout_ranks does not go with {message}"):
         check_split(GRPOConfig(rollout_ranks=1, **options))
+
+
+class Counted:
+    """A reward that may be slow to construct, as one that loads a file."""
+
+    num_made = 0
+
+    def __init__(self):
+        Counted.num_made += 1
+
+    def __call__(self, sample):
+        return 1.0
+
+
+class Together(Counted):
+    is_collective = True
+
+
+@pytest.mark.parametrize("name", ["trainer", "rollout"])
+def test_a_reward_class_is_constructed_once_in_a_process(name, monkeypatch):
+    def start(learner, config, role):
+        rewards_of_samples(config)  # as the trainer's own constructor does
+
+    role = Role(name=name, rank=0, num_trainers=1, num_rollout=1)
+    monkeypatch.setattr(separate, "split", lambda *_, **__: role)
+    monkeypatch.setattr(separate, "RolloutServer", lambda config, role, rewards: None)
+    monkeypatch.setattr(Learner, "__init__", start)
+    monkeypatch.setattr(Counted, "num_made", 0)
+    in_role(GRPOTrainer)(GRPOConfig(rollout_ranks=1, reward=(f"{__name__}:Counted",)))
+    assert Counted.num_made == 1
+
+
+def test_a_reward_of_all_ranks_is_refused_whatever_its_name():
+    config = GRPOConfig(rollout_ranks=1, reward=(f"{__name__}:Together",))
+    with pytest.raises(ValueError, match="--reward Together, which all ranks compute together"):
+        rewards_of_samples(config)
 
 
 @advantage(needs="greedy_baseline")
