@@ -8,10 +8,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
+from queue import LifoQueue
 from typing import Any
 
 from lightrl.records import Sample
@@ -47,22 +47,30 @@ class IsolatedRunner(RewardRunner):
     def __init__(self, reward: Any, kind: RewardKind, limits: ScoringLimits, name: str) -> None:
         super().__init__(reward, kind, limits, name)
         assert kind.isolation is not None
-        self._waiter = ThreadPoolExecutor(1, "isolated reward")  # starts its thread when episodes ask for rewards
         self._pool = WorkerPool(reward, kind.isolation, num_workers=limits.num_workers, timeout_s=limits.timeout_s)
 
     def run(self, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
         """Returns an outcome for each sample; raises RewardError as soon as the budget is exceeded."""
-        outcomes: list[Outcome] = []
-        for sample, value in zip(samples, self._pool.run(samples), strict=True):
-            is_error = isinstance(value, Exception)
-            outcome = failed(self.name, [sample], value) if is_error else score_outcome(self.name, sample, value)
-            budget.record([outcome])
-            outcomes.append(outcome)
-        return outcomes
+        values = zip(samples, self._pool.run(samples), strict=True)
+        return [self._outcome(sample, value, budget) for sample, value in values]
 
     async def arun(self, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
-        """Does what run() does, while a thread waits for the processes."""
-        return await asyncio.get_running_loop().run_in_executor(self._waiter, self.run, samples, budget)
+        """Does what run() does for an episode; episodes that ask at the same time share the processes."""
+        futures = self._pool.submit(samples)
+        try:
+            return [
+                self._outcome(sample, await asyncio.wrap_future(future), budget)
+                for sample, future in zip(samples, futures, strict=True)
+            ]
+        finally:  # what has not begun is not needed if the episode was cancelled
+            for future in futures:
+                future.cancel()
+
+    def _outcome(self, sample: Sample, value: Any, budget: FailureBudget) -> Outcome:
+        is_error = isinstance(value, Exception)
+        outcome = failed(self.name, [sample], value) if is_error else score_outcome(self.name, sample, value)
+        budget.record([outcome])
+        return outcome
 
     def close(self) -> None:
         """Ends the processes."""
@@ -70,7 +78,7 @@ class IsolatedRunner(RewardRunner):
 
 
 class WorkerPool:
-    """A pool of processes that are started at their first use and then kept."""
+    """A pool of processes that are started at their first use and then kept; one thread at a time calls it."""
 
     def __init__(self, reward: Any, isolation: Isolation, *, num_workers: int, timeout_s: float) -> None:
         self._name, self._packed = reward_name(reward), packed_for_worker(reward)
@@ -78,19 +86,31 @@ class WorkerPool:
         self._num_workers = max(1, num_workers)
         self._timeout_s = min((limit for limit in (timeout_s, isolation.timeout_s) if limit), default=0.0)
         self._workers: list[_Worker] = []
-        self._idle: SimpleQueue[_Worker] = SimpleQueue()  # lacks those that still work for a run that was given up
+        # Lacks those that still work for a run that was given up. The last in is the first out, so that a worker
+        # whose process runs is taken before one that has none yet.
+        self._idle: LifoQueue[_Worker] = LifoQueue()
         self._threads: ThreadPoolExecutor | None = None
 
     def run(self, samples: Sequence[Sample]) -> Iterator[Any]:
         """Yields for each sample what the reward returned, or an exception in its place."""
-        while len(self._workers) < min(self._num_workers, len(samples)):
-            self._workers.append(_Worker(self._name, self._packed))
-            self._idle.put(self._workers[-1])
-        # Kept until close(): a worker dies with the thread that started it, so none outlives a killed owner.
-        self._threads = self._threads or ThreadPoolExecutor(self._num_workers, thread_name_prefix="reward")
-        return self._threads.map(partial(self._run_one, self._idle), samples)
+        return self._open().map(partial(self._run_one, self._idle), samples)
 
-    def _run_one(self, idle: SimpleQueue[_Worker], sample: Sample) -> Any:
+    def submit(self, samples: Sequence[Sample]) -> list[Future[Any]]:
+        """Returns for each sample the future of what run() would yield."""
+        threads = self._open()
+        return [threads.submit(self._run_one, self._idle, sample) for sample in samples]
+
+    def _open(self) -> ThreadPoolExecutor:
+        """Returns the threads that wait for the processes, which start with the first sample that needs one more."""
+        if self._threads is None:
+            # Kept until close(): a worker dies with the thread that started it, so none outlives a killed owner.
+            self._threads = ThreadPoolExecutor(self._num_workers, thread_name_prefix="reward")
+            self._workers = [_Worker(self._name, self._packed) for _ in range(self._num_workers)]
+            for worker in self._workers:
+                self._idle.put(worker)
+        return self._threads
+
+    def _run_one(self, idle: LifoQueue[_Worker], sample: Sample) -> Any:
         worker = idle.get()
         try:
             return self._result(worker.ask(sample, self._timeout_s))
@@ -112,7 +132,7 @@ class WorkerPool:
     def close(self) -> None:
         """Kills the processes."""
         threads, workers = self._threads, self._workers
-        self._threads, self._workers, self._idle = None, [], SimpleQueue()
+        self._threads, self._workers, self._idle = None, [], LifoQueue()
         if threads is not None:
             threads.shutdown(wait=False, cancel_futures=True)
         for worker in workers:

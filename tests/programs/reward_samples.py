@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -61,6 +62,15 @@ def doing_as_told(sample: Sample, *, scale: float = 1.0) -> float:
 @isolated_reward(timeout_s=0.5, no_verdict_if_stopped=True)
 def forgiving(sample: Sample) -> float:
     return doing_as_told(sample)
+
+
+@isolated_reward()
+def meeting(sample: Sample, *, folder: str, count: int) -> float:
+    """Waits until so many samples are being scored."""
+    (Path(folder) / sample.text).touch()
+    while len(list(Path(folder).iterdir())) < count:
+        time.sleep(0.01)
+    return 1.0
 
 
 def counting_what_a_program_reads(sample: Sample) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -12,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reward_samples import answered, doing_as_told, forgiving
+from reward_samples import answered, doing_as_told, forgiving, meeting
 from reward_samples import run as run_reward
 
 from lightrl.rewards import NoVerdictError, RewardError, load_reward, score, worker_pool
 from lightrl.rewards.messages import packed_for_worker
-from lightrl.rewards.scoring import Isolation, kind_of
+from lightrl.rewards.reward_set import make_runner
+from lightrl.rewards.scoring import FailureBudget, Isolation, Outcome, ScoringLimits, kind_of
 from lightrl.rewards.worker_pool import WorkerError, WorkerPool
 
 
@@ -86,6 +88,28 @@ def test_a_worker_of_a_run_that_was_given_up_is_not_asked_before_it_is_done() ->
         assert next(given_up) == 1.0
         given_up.close()  # type: ignore[attr-defined]
         assert run(pool, "2", "3", "4") == [2.0, 3.0, 4.0]
+    finally:
+        pool.close()
+
+
+def test_episodes_that_ask_at_the_same_time_are_scored_at_the_same_time(tmp_path: Path) -> None:
+    reward = partial(meeting, folder=str(tmp_path), count=2)
+    runner = make_runner(reward, ScoringLimits(timeout_s=60, num_workers=2))
+
+    async def both() -> list[list[Outcome]]:
+        return await asyncio.gather(*(runner.arun([answered(text)], FailureBudget()) for text in "ab"))
+
+    try:
+        assert asyncio.run(both()) == [[1.0], [1.0]]
+    finally:
+        runner.close()
+
+
+def test_no_process_is_started_while_another_is_idle() -> None:
+    pool = WorkerPool(doing_as_told, Isolation(), num_workers=4, timeout_s=60)
+    try:
+        assert [run(pool, "1"), run(pool, "2"), run(pool, "3")] == [[1.0], [2.0], [3.0]]
+        assert sum(worker._process is not None for worker in pool._workers) == 1
     finally:
         pool.close()
 
