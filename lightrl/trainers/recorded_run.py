@@ -19,6 +19,9 @@ from lightrl.trainers.grpo import GRPOTrainer
 from lightrl.trainers.ppo import PPOTrainer
 from lightrl.trainers.repeated_step import repeat_step
 
+# A repeated run neither uploads its models nor appears in the services that the recorded run reported to.
+_HANDS_NOTHING_ON = ("--hub.push=", "--log.to=")
+
 
 class Replay(Trainer):
     """Mixin for a trainer's class that makes its samples as a recorded run made them."""
@@ -75,7 +78,7 @@ def replay(arguments: Sequence[str]) -> int:
         return repeat_step(
             partial(build_trainer, ordinary), read_options, recorded, step=own.step, is_debugged=own.debug
         )
-    config = read_options([])
+    config = read_options(list(_HANDS_NOTHING_ON))
     if not config.output_dir or Path(config.output_dir).resolve() == recorded.resolve():
         exit_with_user_error(ValueError("Give --output_dir: a folder for the repeated run, beside the recorded one."))
     run_program(partial(_repeating, ReplayedPPO if is_ppo else ReplayedGRPO, recorded), config)

@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.config import SFTConfig, to_yaml
+from lightrl.config import GRPOConfig, SFTConfig, to_yaml
+from lightrl.trainers import recorded_run
 from lightrl.trainers.recorded_run import replay
 
 
@@ -19,6 +20,20 @@ def test_a_run_is_not_repeated_into_its_own_folder(tmp_path: Path, capsys: pytes
     with pytest.raises(SystemExit):
         replay([str(tmp_path)])
     assert "Give --output_dir: a folder for the repeated run" in capsys.readouterr().err
+
+
+def test_a_repeated_run_uploads_and_reports_nothing_unless_it_is_told_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = "hub:\n  push: me/model\nlog:\n  to: my_package:MyLogger\nexport:\n  every: 2\n"
+    (tmp_path / "config.yaml").write_text(f"max_steps: 4\n{kept}")
+    started: list[GRPOConfig] = []
+    monkeypatch.setattr(recorded_run, "run_program", lambda _build, config: started.append(config))
+    new = ["--output_dir", str(tmp_path / "new")]
+    replay([str(tmp_path), *new])
+    replay([str(tmp_path), *new, "--hub.push", "me/again"])
+    assert [(config.hub.push, config.log.to) for config in started] == [("", ""), ("me/again", "")]
+    assert [config.export.every for config in started] == [2, 2]  # into the new folder
 
 
 def test_a_run_that_learned_from_its_data_is_not_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
