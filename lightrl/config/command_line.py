@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import keyword
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ ConfigT = TypeVar("ConfigT")
 
 _HELP_ALL = {"--help-all", "--help_all"}
 _HELP = {"-h", "--help"} | _HELP_ALL
+_LIKE_A_FLAG = re.compile(r"--|-[^\W\d_]")  # but not -1 or "- item"
 _DEEPEST = 8  # sections in a section; a mapping that holds itself would be read forever
 
 
@@ -150,8 +152,9 @@ def _yaml_flags(config_class: type[Any], path: str) -> list[str]:
         _check_value(name, value, types[name], path)
         if name == "config":
             continue  # the path that the run which saved this file was started with
-        # Name and value are one word, so that a value may begin with dashes.
-        flags += [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}={value}"]
+        # Name and value are one word, so that a value may begin with dashes; so may the first of several.
+        values = [str(part) for part in (value if isinstance(value, list) else [value])]
+        flags += [f"--{name}={values[0]}", *values[1:]] if values else [f"--{name}"]
     return flags
 
 
@@ -161,8 +164,9 @@ def _check_value(name: str, value: Any, hint: Any, path: str) -> None:
         raise ValueError(f"--config {path}: {name} has no value. Give one, or leave the line out.")
     if isinstance(value, list) and not any(get_origin(kind) is tuple for kind in (hint, *get_args(hint))):
         raise ValueError(f"--config {path}: {name} is {value}: it takes one value, not a list.")
-    if isinstance(value, list) and any(str(part).startswith("--") for part in value):
-        raise ValueError(f"--config {path}: {name} is {value}: a value cannot begin with dashes.")
+    if isinstance(value, list) and any(map(_LIKE_A_FLAG.match, map(str, value[1:]))):
+        told = f"{name} is {value}: of several values only the first may begin with a dash. Move it there."
+        raise ValueError(f"--config {path}: {told}")
 
 
 def _read_yaml(path: str) -> Mapping[str, Any]:

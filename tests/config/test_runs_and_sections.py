@@ -184,6 +184,14 @@ def test_a_saved_value_may_begin_with_dashes(tmp_path: Path) -> None:
     assert parse_config(GRPOConfig, ["--config", str(tmp_path / "config.yaml")]).judge == config.judge
 
 
+@pytest.mark.parametrize("stop", [(), ("-a",), ("--lr", "b", "- c"), ("-", "-1")])
+def test_the_first_of_several_values_may_begin_with_dashes(tmp_path: Path, stop: tuple[str, ...]) -> None:
+    (tmp_path / "config.yaml").write_text(to_yaml(GRPOConfig(stop=stop)))
+    assert parse_config(GRPOConfig, ["--config", str(tmp_path / "config.yaml")]).stop == stop
+    if stop:
+        assert parse_config(GRPOConfig, [f"--stop={stop[0]}", *stop[1:]]).stop == stop
+
+
 @pytest.mark.parametrize(
     ("content", "text"),
     [

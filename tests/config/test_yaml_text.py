@@ -30,7 +30,10 @@ WRONG_FILES: dict[str, tuple[str | bytes, str]] = {
     "a list for a name": ("? [a]\n: b", "found unhashable key"),
     "a section with a value": ("optim: 5", "unknown option 'optim'. Did you mean optim.eps"),
     "an option with a section": ("lr: {a: 1}", "unknown option 'lr.a'. Did you mean lr"),
-    "a flag in a list": ("reward: ['--lr', '5']", "reward is ['--lr', '5']: a value cannot begin with dashes."),
+    "a flag in a list": (
+        "reward: ['5', '--lr']",
+        "reward is ['5', '--lr']: of several values only the first may begin with a dash. Move it there.",
+    ),
     "an option twice": ("lr: 1e-6\n# a comment\nlr: 2e-6", "it gives 'lr' twice, in lines 1 and 3. Keep one."),
     "an option twice in a line": ("optim: {eps: 1.0, 'eps': 2.0}", "it gives 'eps' twice, in line 1."),
     "a section twice": ("optim:\n  eps: 1.0\noptim:\n  eps: 2.0", "it gives 'optim' twice, in lines 1 and 3."),
