@@ -14,6 +14,7 @@ from rich.text import Text
 
 from lightrl.report.diagnosis import diagnose
 from lightrl.report.run_files import RunFiles, read_run
+from lightrl.trainers.earlier_run import last_step
 
 _BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 _WIDTH = 48  # columns of a curve
@@ -46,17 +47,18 @@ def watch(folder: Path, *, every_s: float) -> int:
 
 def is_done(run: RunFiles) -> bool:
     """Returns whether the run has made its last step."""
-    last = run.config.get("max_steps")
-    return bool(run.metrics) and isinstance(last, int) and run.metrics[-1]["step"] >= last
+    last = last_step(run.config, run.metrics)
+    return last is not None and bool(run.metrics) and run.metrics[-1]["step"] >= last
 
 
 def view(run: RunFiles) -> RenderableType:
     """Returns a view of the run so far: its curves, what they show, and the newest samples."""
     step = run.metrics[-1]["step"] if run.metrics else 0
     seconds = [value for _, value in run.values("time/step")]
-    left = max(0, int(run.config.get("max_steps") or step) - step)
+    last = last_step(run.config, run.metrics)
+    left = max(0, (last or step) - step)
     ends = f", about {left * sum(seconds[-10:]) / len(seconds[-10:]):.0f} s left" if seconds and left else ""
-    title = f"{run.name}: step {step} of {run.config.get('max_steps')}{ends}"
+    title = f"{run.name}: step {step} of {'?' if last is None else last}{ends}"
     return Group(Panel(_curves(run), title=Text(title), title_align="left"), _findings(run), _samples(run))
 
 

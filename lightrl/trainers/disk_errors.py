@@ -69,7 +69,7 @@ class Log(Protocol):
 class LoggingTrainer(Protocol):
     """The parts of a trainer that this module needs."""
 
-    config: Any
+    run: Any  # its RunContext
 
     @property
     def strategy(self) -> StrategyBase: ...
@@ -149,7 +149,7 @@ def forgive(trainer: LoggingTrainer, act: Callable[[], None], loss: str) -> None
         _warn(trainer.strategy.comm, found, loss)
         if not folder.root.exists():
             own(folder.root)
-            folder.open(trainer.config, 0)
+            folder.open(trainer.run.config, 0)
 
 
 def _warn(comm: Comm, error: OSError | None, loss: str) -> None:

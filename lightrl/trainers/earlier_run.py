@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -76,6 +77,18 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """Returns the rows of metrics.jsonl, if it exists, except for one that a kill cut short."""
     lines = path.read_bytes().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines if _step_of(line) is not None]
+
+
+def last_step(options: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> int | None:
+    """Returns the step that ends a run: --max_steps, or that of the last pass over data with answers.
+
+    None: the rows of metrics.jsonl do not show yet how long a pass is.
+    """
+    max_steps = options.get("max_steps")
+    if max_steps or "batch_size" not in options:
+        return max_steps if isinstance(max_steps, int) else None
+    step, epoch = next(((row["step"], row["epoch"]) for row in reversed(rows) if row.get("epoch")), (0, 0.0))
+    return math.ceil(options["num_epochs"] * step / epoch - 1e-6) if epoch else None  # the quotient has been rounded
 
 
 def _step_of(line: bytes | str) -> int | None:

@@ -23,13 +23,14 @@ from lightrl.config import (
     parse_config,
     print_text,
 )
+from lightrl.config.options import as_dict
 from lightrl.config.yaml_text import read_yaml
 from lightrl.models.lora import add_adapters
 from lightrl.models.multimodal import MediaProcessor
 from lightrl.models.policy import load_policy, load_tokenizer
 from lightrl.strategy import create_strategy
 from lightrl.strategy.saving.state_files import HASH_FILE
-from lightrl.trainers.earlier_run import read_rows
+from lightrl.trainers.earlier_run import last_step, read_rows
 from lightrl.trainers.hash_run import compared
 from lightrl.trainers.model_card import write_card
 
@@ -96,8 +97,9 @@ def _step_of_final(run: Path, config: RunConfig) -> int | None:
     if not (run / "final" / HASH_FILE).is_file() or compared(run / "final")[1]:
         return None
     rows = read_rows(run / "metrics.jsonl")
-    step = rows[-1]["step"] if rows else config.max_steps
-    return step if step >= config.max_steps else None
+    step: int = rows[-1]["step"] if rows else config.max_steps
+    last = last_step(as_dict(config), rows)
+    return step if step >= (last or step) else None
 
 
 def _checkpoint_of(run: Path, step: int) -> int:

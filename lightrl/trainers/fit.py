@@ -269,7 +269,7 @@ def fit(trainer: Trainer) -> dict[str, float]:
     config, comm, folder = trainer.config, trainer.strategy.comm, trainer.folder
     with comm.phase("set-up", local=True):
         if comm.is_main:
-            folder.open(config, trainer.step_index)
+            folder.open(trainer.run.config, trainer.step_index)  # as it was given, so that it starts the same run again
     trainer.observers += [resolve_name(part)(trainer) for part in observers(config)]
     console = RunConsole(trainer.shown, enabled=comm.is_main, first_step=trainer.step_index, max_steps=config.max_steps)
     log: Log = RunLog(trainer)

@@ -19,7 +19,7 @@ from offline_program import KINDS, fit
 from safetensors.torch import load_file
 
 from lightrl.builtin.model import builtin_tokenizer
-from lightrl.config import CheckpointConfig, ExampleEvalConfig, LogConfig, ResponseDataConfig, SFTConfig
+from lightrl.config import CheckpointConfig, ExampleEvalConfig, LogConfig, ResponseDataConfig, SFTConfig, parse_config
 from lightrl.models.reward_model import load_reward_model
 from lightrl.testing import run_program, run_spmd
 from lightrl.trainers.sft import SFTTrainer
@@ -108,6 +108,20 @@ def test_epochs_use_every_example_once_each(offline_flags: Options, metrics_of: 
     rows = metrics_of(tmp_path / "run")
     assert [row["epoch"] for row in rows] == pytest.approx([0.8, 1.6, 2.0])  # 10 examples: 4, 4, 2
     assert sum(row["tokens/trained"] for row in rows) == 2 * 15
+
+
+def test_the_config_of_a_run_of_epochs_gives_the_same_run_again(
+    offline_flags: Options, metrics_of: ReadMetrics, tmp_path: Path
+) -> None:
+    options = {**offline_flags("sft"), "max_steps": 0, "batch_size": 4}  # 5 examples
+    sft(options, tmp_path / "run").fit()
+    config = ["--config", str(tmp_path / "run" / "config.yaml"), "--output_dir", str(tmp_path / "again")]
+    SFTTrainer(parse_config(SFTConfig, config)).fit()
+    wanted, found = metrics_of(tmp_path / "run"), metrics_of(tmp_path / "again")
+    assert [row["epoch"] for row in found] == pytest.approx([0.8, 1.0])
+    assert [(row["loss"], row["tokens/trained"]) for row in found] == [
+        (row["loss"], row["tokens/trained"]) for row in wanted
+    ]
 
 
 def test_a_run_that_goes_on_after_its_epochs_leaves_no_example_out(

@@ -13,7 +13,7 @@ import yaml
 from lightrl.checkpoint import CheckpointDirectory
 from lightrl.config import DeepSpeedConfig, GRPOConfig
 from lightrl.records import Experience, Prompt, Sample
-from lightrl.trainers.earlier_run import find_checkpoint
+from lightrl.trainers.earlier_run import find_checkpoint, last_step
 from lightrl.trainers.run_folder import RunFolder, new_run_path, own
 
 
@@ -161,3 +161,13 @@ def test_what_resume_finds(tmp_path: Path) -> None:
         find_checkpoint(GRPOConfig(resume="nowhere"), root)
     with pytest.raises(ValueError, match="is no checkpoint"):
         find_checkpoint(GRPOConfig(resume=str(tmp_path)), root)
+
+
+def test_the_last_step_is_known_from_the_options_or_from_the_length_of_a_pass() -> None:
+    rows = [{"step": 0, "eval/loss": 1.0}, {"step": 3, "epoch": 1.2}, {"step": 4, "eval/loss": 0.9}]
+    epochs = {"max_steps": 0, "num_epochs": 2, "batch_size": 4}
+    assert last_step({**epochs, "max_steps": 9}, rows) == 9
+    assert last_step(epochs, rows) == 5  # 0.4 passes a step, so 2 passes are 5 steps
+    assert last_step({**epochs, "num_epochs": 3}, rows) == 8  # 7.5, and the last batch is smaller
+    assert last_step(epochs, rows[:1]) is None
+    assert last_step({"max_steps": 0, "num_epochs": 2}, []) == 0  # passes over a step's samples, not over the data
