@@ -253,9 +253,10 @@ class Example:
 
     index: int  # in the data set
     where: str  # file and line, for messages
-    answers: tuple[Answer, ...]  # one, or the chosen and the rejected one
+    answers: tuple[Answer, ...]  # one, or the chosen and the rejected one; none if the text is too long to tokenise
     margin: float = 0.0  # by how much the chosen one should win
     position: int = 0  # in the step's global batch
+    too_long: str = ""  # the error for an example without answers
 
     @property
     def num_tokens(self) -> int:

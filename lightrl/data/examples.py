@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightrl.data.json_records import LocatedRecord, Record, field_names, inner_value
@@ -60,11 +61,11 @@ class ExampleBuilder:
 
     def responses(self, records: Sequence[LocatedRecord]) -> Sequence[Example]:
         """Returns an example for each record: the response to its prompt, or the assistant's turns in its messages."""
-        return make_each(records, self._response)
+        return make_each(records, partial(_built, self._response))
 
     def pairs(self, records: Sequence[LocatedRecord]) -> Sequence[Example]:
         """Returns an example for each record: its chosen and its rejected answer."""
-        return make_each(records, self._pair)
+        return make_each(records, partial(_built, self._pair))
 
     def _response(self, index: int, located: LocatedRecord) -> Example:
         record, where = located
@@ -176,7 +177,7 @@ class ExampleBuilder:
     def _encode(self, parts: list[str], where: str, tokenize: Callable[[str], list[int]]) -> Answer:
         """Tokenises parts, every second of which is trained; adds an end token unless the template ends with one."""
         if sum(map(len, parts)) > _MAX_CHARACTERS:
-            raise _too_many_characters(parts, where)
+            raise _TooManyCharactersError(parts, where)
         try:
             pieces = self._tokens_of_parts(parts, tokenize)
         except Exception as error:  # tokenizers raises nothing more specific
@@ -215,11 +216,22 @@ def _begins_otherwise(turn: int, generation_prompt: str, where: str) -> ValueErr
     )
 
 
-def _too_many_characters(parts: Sequence[str], where: str) -> ValueError:
-    return ValueError(
-        f"{where}: prompt and answer have {sum(map(len, parts)):,} characters, and there is room for "
-        f"{_MAX_CHARACTERS:,}. Shorten it."
-    )
+class _TooManyCharactersError(Exception):
+    """The text of an example would take minutes to tokenise."""
+
+    def __init__(self, parts: Sequence[str], where: str) -> None:
+        super().__init__(
+            f"{where}: prompt and answer have {sum(map(len, parts)):,} characters, and there is room for "
+            f"{_MAX_CHARACTERS:,}. Shorten it, or leave such lines out by --data.too_long skip."
+        )
+
+
+def _built(build: Callable[[int, LocatedRecord], Example], index: int, located: LocatedRecord) -> Example:
+    """Returns the example; one with too many characters has no answers, and keep_fitting() decides about it."""
+    try:
+        return build(index, located)
+    except _TooManyCharactersError as error:
+        return Example(index=index, where=located[1], answers=(), too_long=str(error))
 
 
 def _no_tokens(parts: Sequence[str], where: str, error: Exception) -> ValueError:
@@ -232,12 +244,13 @@ def keep_fitting(
     """Returns the examples whose answers all have at most max_tokens, and the number of examples left out."""
     fitting = []
     for index, example in enumerate(examples):
-        longest = max(answer.num_tokens for answer in example.answers)
-        if longest <= max_tokens:
+        longest = max((answer.num_tokens for answer in example.answers), default=0)
+        if not example.too_long and longest <= max_tokens:
             fitting.append(index)
         elif too_long == "error":
             raise ValueError(
-                f"{example.where}: prompt and answer have {longest} tokens, and there is room for {max_tokens}. "
+                example.too_long
+                or f"{example.where}: prompt and answer have {longest} tokens, and there is room for {max_tokens}. "
                 "Shorten it, raise --data.max_tokens if the model's context allows, or leave such lines out by "
                 "--data.too_long skip."
             )

@@ -8,6 +8,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 from transformers import AddedToken, PreTrainedTokenizerFast
 
+import lightrl.data.examples
 from lightrl.builtin.model import builtin_tokenizer
 from lightrl.data.examples import ExampleBuilder, ExampleFields, keep_fitting
 from lightrl.data.prompts import load_records
@@ -193,6 +194,22 @@ def test_too_long_examples_are_an_error_or_left_out() -> None:
         keep_fitting(examples, max_tokens=4, too_long="error")
     with pytest.raises(ValueError, match="All 3 examples have more than 1 tokens"):
         keep_fitting(examples, max_tokens=1, too_long="skip")
+
+
+@pytest.mark.parametrize("kind", ["responses", "pairs"])
+def test_lines_that_are_too_long_to_tokenise_are_left_out_like_others(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lightrl.data.examples, "_MAX_CHARACTERS", 10)
+    texts = ["y", "n" * 10]  # behind a prompt of one character
+    records = [
+        ({"prompt": "q", "response": text, "chosen": "y", "rejected": text}, f"data.jsonl:{line}")
+        for line, text in enumerate(texts, start=1)
+    ]
+    examples = getattr(ExampleBuilder(letters(), ExampleFields()), kind)(records)
+    assert keep_fitting(examples, max_tokens=50, too_long="skip") == ([examples[0]], 1)
+    with pytest.raises(ValueError, match=r"^data.jsonl:2: prompt and answer have 11 characters.* --data.too_long skip"):
+        keep_fitting(examples, max_tokens=50, too_long="error")
 
 
 def test_the_builtin_data_sets_become_examples() -> None:

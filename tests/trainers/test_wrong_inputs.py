@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from lightrl.builtin.model import builtin_tokenizer
 from lightrl.config import DPOConfig, GRPOConfig, PPOConfig, RMConfig, SFTConfig
 from lightrl.config.options import option_types, own_fields
-from lightrl.data.examples import ExampleBuilder, ExampleFields
+from lightrl.data.examples import ExampleBuilder, ExampleFields, keep_fitting
 from lightrl.data.prompts import build_prompts, load_records
 from lightrl.models.critic import load_critic
 from lightrl.models.option_names import naming
@@ -172,7 +172,8 @@ def test_a_wrong_line_of_prompts_names_its_place(kind: str, tmp_path: Path) -> N
 def test_a_wrong_line_of_responses_names_its_place(kind: str, tmp_path: Path) -> None:
     line, text = EXAMPLE_LINES[kind]
     with refused("data.jsonl:2", text):
-        ExampleBuilder(builtin_tokenizer(), ExampleFields()).responses(load_records(written(tmp_path, line)))
+        examples = ExampleBuilder(builtin_tokenizer(), ExampleFields()).responses(load_records(written(tmp_path, line)))
+        keep_fitting(examples, max_tokens=100, too_long="error")
 
 
 @pytest.mark.parametrize("kind", list(PAIR_LINES))
