@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from lightrl.imports import import_extra
 from lightrl.trainers.loggers.attach import PROJECT, LoggedRun
 
+_AXIS = "step"  # the x-axis of all charts
+
 
 class WandbLogger:
     """Logs to a run of W&B; a continued run goes on in the same one."""
@@ -24,10 +26,14 @@ class WandbLogger:
             # The command line as it was typed, code and output do not leave the machine.
             settings=wandb.Settings(console="off", disable_code=True, disable_git=True, x_disable_meta=True),
         )
+        # W&B ignores values for an earlier step than its last one, as a run resumed from a checkpoint logs them, unless
+        # the step is a metric like others: https://wandb.me/define-metric
+        self._run.define_metric(_AXIS)
+        self._run.define_metric("*", step_metric=_AXIS)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs the metrics of a step."""
-        self._run.log(dict(metrics), step=step)
+        self._run.log({**metrics, _AXIS: step})
 
     def close(self) -> None:
         """Ends the run of W&B, whose service finishes its file by the end of the process."""

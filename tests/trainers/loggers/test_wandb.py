@@ -10,14 +10,16 @@ from lightrl.trainers.loggers.wandb import WandbLogger
 wandb = pytest.importorskip("wandb", reason='needs wandb: pip install "lightrl[wandb]"')
 
 
-def test_a_run_is_written_without_a_network(
-    logged_run: LoggedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(autouse=True)
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_API_KEY", "hunter2" * 6)
     for name in ("CACHE", "CONFIG", "DATA"):
         monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path / name))
+
+
+def test_a_run_is_written_without_a_network(logged_run: LoggedRun) -> None:
     logger = WandbLogger(logged_run)
     for step in (0, 1):
         logger.log(step, {"reward/mean": 0.25 * step})
@@ -29,3 +31,14 @@ def test_a_run_is_written_without_a_network(
     assert any(path.suffix == ".wandb" and logged_run.id in path.name for path in files)
     assert b"reward/mean" in written
     assert b"hunter2" not in written
+
+
+def test_steps_that_a_resumed_run_repeats_are_kept(logged_run: LoggedRun) -> None:
+    """W&B compares a step with the last one that the run has, which its service knows of a continued run, too."""
+    logger = WandbLogger(logged_run)
+    for step, name in ((4, "before"), (5, "lost"), (4, "again")):
+        logger.log(step, {f"reward/{name}": 0.25})
+    logger.close()
+    wandb.teardown()
+    written = b"".join(path.read_bytes() for path in logged_run.folder.rglob("*.wandb"))
+    assert all(f"reward/{name}".encode() in written for name in ("before", "lost", "again"))
