@@ -156,7 +156,7 @@ class Comm:
         """Reduces a tensor, a number or a dict of them over the ranks; the input is not changed.
 
         There is one collective per type; a number must be of one type on all ranks. A weight (only with op "mean")
-        gives sum(weight x value) / sum(weight). The mean of integers is a float; "sum" and "mean" count truth values.
+        gives sum(weight x value) / sum(weight). The sum of integers or truth values is an int64, their mean a float.
         """
         if op not in OPERATIONS:
             raise UnknownReductionError(f"Unknown reduction {op!r}. Choose one of {', '.join(OPERATIONS)}.")
@@ -174,10 +174,10 @@ class Comm:
         return cast(T, map_leaves(lambda leaf: leaf / total["weight"], total["data"]))
 
     def _reduce_alike(self, leaves: list[Any], op: str) -> list[Any]:
-        """Reduces tensors and numbers of one type in one collective."""
+        """Reduces tensors and numbers of one type in one collective; a sum of small integers would wrap around."""
         tensors = [_as_tensor(leaf) for leaf in leaves]
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])  # a copy: the input is never written
-        flat = flat.long() if flat.dtype == torch.bool and op in ("mean", "sum") else flat  # or True + True were True
+        flat = flat.long() if op in ("mean", "sum") and not (flat.is_floating_point() or flat.is_complex()) else flat
         self._reduce_in_place(flat, "sum" if op == "mean" else op)
         parts = zip(leaves, tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True)
         reduced = [part.reshape(old.shape) if isinstance(leaf, Tensor) else part.item() for leaf, old, part in parts]

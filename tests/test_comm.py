@@ -43,6 +43,27 @@ def test_a_world_of_one_needs_no_process_group() -> None:
         raise ZeroDivisionError
 
 
+class TwoAlike(Comm):
+    """A rank beside another with the same values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = 2
+
+    def _reduce_in_place(self, flat: torch.Tensor, op: str) -> None:
+        if op == "sum":
+            flat.mul_(2)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+def test_sums_and_means_of_small_integers_do_not_wrap_around(dtype: torch.dtype) -> None:
+    most = torch.iinfo(dtype).max
+    values = torch.tensor([most, 1], dtype=dtype)
+    assert TwoAlike().all_reduce(values, "sum").tolist() == [2 * most, 2]
+    assert TwoAlike().all_reduce({"x": values}, "mean")["x"].tolist() == [float(torch.tensor(most).float()), 1.0]
+    assert TwoAlike().all_reduce(values, "max").dtype == dtype
+
+
 def test_what_takes_time_under_a_name_is_told_to_a_profiler() -> None:
     comm, spans = Comm(), []
 
