@@ -9,7 +9,7 @@ from torch import nn
 from lightrl.config import StrategyOptions
 from lightrl.models.packed_attention import varies_with_length
 from lightrl.strategy.megatron import deepseek
-from lightrl.strategy.megatron.parts import Sizes
+from lightrl.strategy.megatron.parts import Sizes, padded_rows
 
 FAMILIES = ("deepseek_v3", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 
@@ -108,6 +108,12 @@ def _check_counts(config: Any, sizes: Sizes) -> None:
         if count % size:
             valid = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             raise ValueError(f"{option} {size} does not divide the model's {count} {what}. Valid: {valid}.")
+    num_tokens = config.vocab_size
+    if padded_rows(num_tokens, sizes.tp) // sizes.tp * (sizes.tp - 1) >= num_tokens:
+        raise ValueError(
+            f"--tp_size {sizes.tp} leaves a rank without a token of this model's vocabulary of {num_tokens}, which is "
+            "split into equal parts and padded at the end. Use a smaller --tp_size."
+        )
 
 
 def _check_experts(config: Any, sizes: Sizes, *, sequence_parallel: bool) -> None:

@@ -56,6 +56,13 @@ def test_models_that_it_does_not_spread(config: Any, sizes: Sizes, text: str) ->
         check_config(config, sizes, sequence_parallel=False)
 
 
+def test_a_vocabulary_that_leaves_a_rank_without_tokens() -> None:
+    sizes = {**DENSE, "num_key_value_heads": 4}
+    with pytest.raises(ValueError, match=r"--tp_size 4 leaves .* vocabulary of 9"):  # parts of 3: 3 + 3 + 3 + 0
+        check_config(Qwen3Config(**sizes, vocab_size=9), Sizes(tp=4), sequence_parallel=False)
+    check_config(Qwen3Config(**sizes, vocab_size=10), Sizes(tp=4), sequence_parallel=False)  # 3 + 3 + 3 + 1
+
+
 def test_replayed_experts_are_taken() -> None:
     check_options(StrategyOptions(routing=RoutingConfig(replay=True)))
 
