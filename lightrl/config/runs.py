@@ -28,6 +28,7 @@ from lightrl.config.sections import (
     SharingConfig,
 )
 from lightrl.config.strategy import CriticTrainingConfig, EngineConfig, ExactConfig, StrategyOptions
+from lightrl.config.temperatures import ABOVE_ZERO, check_temperatures
 from lightrl.config.truncation import check_truncation, truncated_engine
 
 BUILTIN_MODEL = "builtin:addition"
@@ -153,12 +154,6 @@ class RunConfig(StrategyOptions, ExportOptions, BasicConfig):
 # ---- Runs that sample their own responses ------------------------------------------------------------------------
 
 
-_GREEDY = (
-    "it must be above 0, since greedy samples of a prompt are all the same and teach nothing. For a greedy evaluation "
-    "use --eval.temperature 0"
-)
-
-
 @dataclass(kw_only=True)
 class SamplingConfig:
     """How many responses are sampled, how, and how they are split into updates."""
@@ -175,7 +170,7 @@ class SamplingConfig:
     """Passes over a step's samples."""
     max_new_tokens: int = option(8, at_least=1)
     """Maximum length of a response, in tokens."""
-    temperature: float = option(1.0, above=0, wanted=_GREEDY)
+    temperature: float = option(1.0, above=0, wanted=ABOVE_ZERO, check=check_temperatures)
     """Sampling temperature. The training logprobs are those of the same distribution."""
     stop: tuple[str, ...] = option((), check=lambda config: _check_stop(config.stop))
     """Texts that end a response, in training and evaluation, besides the model's own end tokens. The tokens up to the
@@ -221,7 +216,7 @@ class RolloutConfig(SharingConfig, TruncationConfig, SamplingConfig, RewardConfi
     """Number of ranks, the last ones, that only generate; the others only train. 0: every rank does both in turn."""
     data: DataConfig = section(DataConfig, check=lambda config: _check_data(config))
     rollout: WorkflowConfig = section(WorkflowConfig, check=lambda config: _check_rollout(config))
-    eval: EvalConfig = section(EvalConfig, resume="free")
+    eval: EvalConfig = section(EvalConfig, resume="free", check=check_temperatures)
     log: RolloutLogConfig = section(RolloutLogConfig, resume="free")
     health: RolloutHealthConfig = section(RolloutHealthConfig, resume="free")
 

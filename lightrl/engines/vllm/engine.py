@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lightrl.comm import found_world
+from lightrl.config.temperatures import require_drawable
 from lightrl.engines.base import (
     AnyPrompt,
     Completion,
@@ -167,6 +168,7 @@ class VLLMEngine(InferenceEngine):
         from vllm.sampling_params import RequestOutputKind
 
         params = sample.params
+        require_drawable("temperature", params.temperature)
         return Theirs(
             n=1,
             temperature=params.temperature,

@@ -60,6 +60,18 @@ def test_a_minimum_above_the_maximum_is_the_maximum():
     assert (theirs.min_tokens, theirs.max_tokens) == (3, 3)
 
 
+@pytest.mark.parametrize(("temperature", "is_drawn"), [(0.0, True), (0.009, False), (0.01, True), (2.0, True)])
+def test_a_temperature_that_vllm_would_change_is_refused(temperature, is_drawn):
+    engine = VLLMEngine.__new__(VLLMEngine)
+    engine._eos = (2,)
+    sample = _Sample(0, 0, SamplingParams(temperature=temperature), EnginePrompt(token_ids=(5,)), (5,))
+    if is_drawn:
+        assert engine._sampling_params(sample).temperature == temperature
+    else:
+        with pytest.raises(ValueError, match=r"temperature 0\.009: vLLM draws greedily"):
+            engine._sampling_params(sample)
+
+
 def build(source, **options):
     return ColocatedEngine(
         create_engine("vllm", source=source, tokenizer=None, options=StrategyOptions(**options), device=CPU)
