@@ -12,6 +12,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,8 +29,16 @@ logger = logging.getLogger(__name__)
 _CACHE_NAMES = ("past_key_values", "cache_params", "state", "mems")
 
 
+@dataclass
+class SampleRun:
+    """What a sample has been run on, and what the model keeps of it."""
+
+    tokens: Tensor  # [1, t] int64
+    cache: Any  # as the model returned it, by its names; None if it has to be computed from the tokens
+
+
 class SampleCaches:
-    """One state per row, in place of a RowCache: the cache that a model returned, or the tokens so far."""
+    """One state per row, in place of a RowCache."""
 
     def __init__(self) -> None:
         self.states: list[Any] = []
@@ -96,7 +105,7 @@ class OwnCacheForward:
     """Runs prompts, or one token per row, each with a separate call of the model."""
 
     def __init__(self, model: PreTrainedModel, *, recomputes: bool) -> None:
-        """Takes `recomputes`: a state is then the tokens so far, all of which are run again for each token."""
+        """Takes `recomputes`: no cache is kept then, and all tokens so far are run again for each token."""
         self._model = model
         self._recomputes = recomputes
         self._parameters = inspect.signature(model.forward).parameters
@@ -106,32 +115,37 @@ class OwnCacheForward:
         """Returns logits [b, vocab] after index last[j] of each row of ids [b, t]; the prefill phase must be begun."""
         logits = []
         for prompt, end in enumerate(last.tolist()):
-            scores, state = self._run(ids[prompt : prompt + 1, : end + 1], None, 0)
-            cache.store_prompt(prompt, state)
+            tokens = ids[prompt : prompt + 1, : end + 1]
+            scores, kept = self._run(tokens, None, 0)
+            cache.store_prompt(prompt, SampleRun(tokens, kept))
             logits.append(scores)
         return torch.stack(logits)
 
     def decode(
         self, tokens: Tensor, positions: Tensor, cache: SampleCaches, rope_deltas: Tensor | None = None
     ) -> Tensor:
-        """Returns logits [n, vocab] of tokens [n] at positions [n]."""
-        logits = []
-        for row, position in enumerate(positions.tolist()):
+        """Returns logits [n, vocab] of tokens [n] at positions [n]; may be repeated after a step that failed."""
+        logits, places = [], positions.tolist()
+        held = list(zip(cache.states, places, strict=False))
+        # A step that failed has run its tokens through some caches, and through a part of the layers of one.
+        begins_again = any(state.cache is None or state.tokens.shape[1] != place for state, place in held)
+        for row, (state, place) in enumerate(held):
             self.begin_row(row)
-            scores, cache.states[row] = self._run(tokens[None, row : row + 1], cache.states[row], position)
+            ids, kept = torch.cat([state.tokens[:, :place], tokens[None, row : row + 1]], dim=1), state.cache
+            state.cache = None  # until the run has ended
+            scores, state.cache = self._run(ids, None, 0) if begins_again else self._run(ids[:, place:], kept, place)
+            state.tokens = ids
             logits.append(scores)
         return torch.stack(logits)
 
     def _run(self, ids: Tensor, state: Any, position: int) -> tuple[Tensor, Any]:
-        """Returns the logits after the last token, [vocab], and the state after it."""
-        if self._recomputes:
-            ids, position = ids if state is None else torch.cat([state, ids], dim=1), 0
+        """Returns the logits after the last token, [vocab], and the model's cache after it."""
         inputs: dict[str, Any] = {"input_ids": ids, "use_cache": not self._recomputes}
         positions = torch.arange(position, position + ids.shape[1], device=ids.device)[None]
         optional = {"position_ids": positions, "logits_to_keep": 1, "return_dict": True}
         inputs |= {name: value for name, value in optional.items() if name in self._parameters}
         if self._recomputes:
-            return self._model(**inputs).logits[0, -1], ids
+            return self._model(**inputs).logits[0, -1], None
         output = self._model(**inputs, **(state or {}))
         state = {name: kept for name in _CACHE_NAMES if (kept := getattr(output, name, None)) is not None} or state
         if state is None:  # it makes a cache but does not return it

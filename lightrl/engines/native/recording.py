@@ -95,7 +95,7 @@ class RecordingEngine(NativeEngine):
             if experts is None:
                 self._samples[key] = [self._prompts[request.request_id]]
             else:
-                self._samples[key].append(experts[row, None])
+                self._samples[key][rows.num_produced[row] :] = [experts[row, None]]  # once, if a step is repeated
         if experts is None:
             self._forget_entered(first_row)
         return self._with_routing(super()._draw(logits, first_row, plan))

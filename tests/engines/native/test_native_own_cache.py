@@ -57,6 +57,38 @@ def test_new_weights_change_what_is_generated():
     assert before[0].versions == (1,) * 7
 
 
+@pytest.mark.parametrize("part", ["layer", "draw"])
+def test_a_step_is_repeated_after_a_failure_as_if_there_had_been_none(part, monkeypatch):
+    """A failed step has moved the states of some samples on, and the layers of one in part."""
+    expected = synced_engine("qwen3_next").generate(PROMPTS, [PARAMS] * 3)
+    engine = synced_engine("qwen3_next")
+    engine.generate([[5]], [PARAMS])  # its forward is chosen
+    owner, name = (engine, "draw") if part == "draw" else (engine.model.model.layers[1], "forward")
+    work, num_calls, num_failures = getattr(owner, name), 0, 0
+
+    def run_out(*args, **kwargs):
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls in (4, 25):
+            raise MemoryError
+        return work(*args, **kwargs)
+
+    for prompt in PROMPTS:
+        engine.submit(prompt, PARAMS)
+    found = engine.step()
+    monkeypatch.setattr(owner, name, run_out)
+    while engine.has_unfinished():
+        try:
+            found += engine.step()
+        except MemoryError:
+            num_failures += 1
+    assert num_failures == (1 if part == "draw" else 2)
+    found = sorted(found, key=lambda item: (item.request_id, item.sample_index))
+    assert [item.output_token_ids for item in found] == [item.output_token_ids for item in expected]
+    for item, same in zip(found, expected, strict=True):
+        assert_close(torch.tensor(item.logprobs), torch.tensor(same.logprobs), atol=2e-5, rtol=0)
+
+
 def test_states_are_moved_copied_and_freed():
     caches = SampleCaches()
     caches.reserve(3, 8, 4, 8)

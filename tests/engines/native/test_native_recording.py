@@ -63,6 +63,25 @@ def test_experts_are_those_of_a_plain_forward(tiny_model, max_num_seqs: int) -> 
     assert (engine._prompts, engine._samples) == ({}, {})
 
 
+def test_a_step_that_is_repeated_after_a_failure_is_recorded_once(tiny_model, monkeypatch) -> None:
+    model = tiny_model("qwen3_moe")
+    plain = AutoModelForCausalLM.from_config(model.config, attn_implementation="eager").eval()
+    plain.load_state_dict(model.state_dict())
+    engine = RecordingEngine(model, eos_token_ids=[2], device=CPU)
+    engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=4, ignore_eos=True))
+    engine.step()
+
+    def run_out(*args):
+        monkeypatch.undo()
+        raise MemoryError
+
+    monkeypatch.setattr(engine, "draw", run_out)
+    with pytest.raises(MemoryError):
+        engine.step()
+    (done,) = [item for _ in range(3) for item in engine.step()]
+    check(plain, done)
+
+
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_a_model_with_a_cache_of_its_own_runs_every_sample_by_itself(tiny_model, recomputes: bool) -> None:
     """As Qwen3-Next does; `recomputes`: as a model whose cache is of no use."""
