@@ -24,6 +24,7 @@ from lightrl.seeding import mix_seed
 ADAPTER = "default"  # peft's name for the only adapter of a model, part of parameter names
 _PEFT_PREFIX = "base_model.model."  # before every name in an adapter's file
 WEIGHTS_FILE = "adapter_model.safetensors"
+_KEEPS_WEIGHTS = ("gaussian", "eva", "orthogonal")  # values of init_lora_weights that leave adapted weights as they are
 _MOST_NAMED = 3
 _STREAM = 11  # separates the random draw of adapters from all others of the same seed
 
@@ -138,7 +139,14 @@ def read_config(path: str, option: str, *, files: Sequence[str] = ("adapter_conf
         raise ValueError(f"{option} is an adapter of type {config.peft_type}; only LORA is known.")
     if config.use_dora or config.bias != "none" or config.lora_bias:
         raise ValueError(f"{option} uses DoRA or trains biases, which cannot be merged here. Use plain LoRA.")
-    config.inference_mode, config.lora_dropout = False, 0.0
+    drawn = config.init_lora_weights
+    if isinstance(drawn, str) and drawn not in _KEEPS_WEIGHTS:
+        raise ValueError(
+            f"{option} began with init_lora_weights {drawn}, which changed the weights beside it: they would be no "
+            "reference, and an engine has the plain ones. Save it with path_initial_model_for_weight_conversion of "
+            "peft's save_pretrained(), which makes it an adapter of the plain weights."
+        )
+    config.inference_mode, config.lora_dropout, config.init_lora_weights = False, 0.0, True
     return config
 
 

@@ -40,7 +40,6 @@ _MORE_THAN_FACTORS = (
     "use_bdlora",
     "use_qalora",
 )
-_DRAWS = ("gaussian", "eva", "orthogonal")  # values of init_lora_weights that leave the adapted weights unchanged
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +102,6 @@ def _injected(config: Any, option: str, model: nn.Module) -> nn.Module:
     from peft import inject_adapter_in_model
 
     _require_factors_alone(config, option)
-    config.init_lora_weights = True  # has no effect, because nothing is drawn on the meta device
     host = copy.deepcopy(model)
     for parameter in host.parameters():
         parameter.requires_grad_(False)
@@ -117,9 +115,6 @@ def _injected(config: Any, option: str, model: nn.Module) -> nn.Module:
 
 def _require_factors_alone(config: Any, option: str) -> None:
     asked = [field for field in _MORE_THAN_FACTORS if getattr(config, field, None)]
-    drawn = config.init_lora_weights
-    if isinstance(drawn, str) and drawn not in _DRAWS:
-        asked.append(f"init_lora_weights {drawn}")  # it changed the adapted weights
     if asked:
         raise ValueError(
             f"{option} asks for {', '.join(asked)}, which engines do not apply. Save it as plain LoRA: factors beside "

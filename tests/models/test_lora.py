@@ -238,6 +238,29 @@ def test_an_adapter_that_cannot_be_merged_is_refused(tmp_path: Path) -> None:
         lora.add_adapters(made_of(CONFIGS["qwen3_tied"]), LoraConfig(path=str(tmp_path)), seed=0)
 
 
+def test_an_adapter_that_changed_the_weights_beside_it_is_refused(tmp_path: Path) -> None:
+    """Without it, such a model is what the initialization left of its weights, which is no reference."""
+    for drawn in ("pissa", "olora"):
+        saved_by_peft(tmp_path / drawn, init_lora_weights=drawn)
+        with pytest.raises(ValueError, match=f"began with init_lora_weights {drawn}"):
+            lora.add_adapters(made_of(CONFIGS["qwen3_tied"]), LoraConfig(path=str(tmp_path / drawn)), seed=0)
+
+
+def test_an_adapter_of_pissa_that_peft_converted_is_one_of_the_plain_weights(tmp_path: Path) -> None:
+    model = made_of(CONFIGS["llama"])
+    plain = logits(model)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="pissa")
+    theirs = peft.get_peft_model(model, config)
+    theirs.save_pretrained(tmp_path / "start")
+    disturb(theirs)
+    theirs.save_pretrained(tmp_path / "end", path_initial_model_for_weight_conversion=str(tmp_path / "start"))
+    ours = made_of(CONFIGS["llama"])
+    lora.add_adapters(ours, LoraConfig(path=str(tmp_path / "end")), seed=0)
+    assert_close(logits(ours), logits(theirs), atol=1e-5, rtol=0)
+    with lora.without_adapters(ours):
+        assert_close(logits(ours), plain, atol=0, rtol=0)
+
+
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:
     saved_by_peft(tmp_path)
     begin = rf"--lora\.path {tmp_path} does not fit the model: "

@@ -83,7 +83,7 @@ def test_layers_that_keep_their_weight_transposed_have_factors_like_others(tmp_p
         ({"target_parameters": ["experts.down_proj"]}, "asks for target_parameters"),
         ({"layer_replication": [[0, 2], [0, 2]]}, "asks for layer_replication"),
         ({"alora_invocation_tokens": [5, 6]}, "asks for alora_invocation_tokens"),
-        ({"init_lora_weights": "pissa"}, "asks for init_lora_weights pissa"),
+        ({"init_lora_weights": "pissa"}, "began with init_lora_weights pissa, which changed the weights"),
         ({"target_modules": ["c_attn"]}, "does not fit the model: Target modules"),
         ({"target_modules": ["embed_tokens"]}, "names model.embed_tokens, and only linear layers"),
         ({"target_modules": ["q_proj"]}, f"unknown {FIRST}.v_proj.lora_A.weight"),
