@@ -83,7 +83,8 @@ class LoraConfig:
     use_rslora: bool = False
     """Multiply the adapters' output by alpha / sqrt(rank) instead (arXiv:2312.03732)."""
     target_modules: tuple[str, ...] = ("all-linear",)
-    """Linear layers with an adapter, by the last part of their names, such as q_proj. all-linear: all but the head."""
+    """Linear layers with an adapter, by the last part of their names, such as q_proj. all-linear: all that can have one
+    (docs/lora.md)."""
     path: str = ""
     """Adapter to start from, a folder that peft wrote. Rank, alpha and the rest come from it."""
     engine: Literal["auto", "merged", "unmerged"] = "auto"

@@ -6,6 +6,7 @@ Engines and exports get the weights with the adapters merged, under their plain 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,7 +63,11 @@ def add_adapters(model: nn.Module, options: LoraConfig, *, seed: int, trained: S
     require_peft(options)
     from peft import inject_adapter_in_model
 
-    config = read_config(options.path, f"--lora.path {options.path}") if options.path else _new_config(options, model)
+    linear = _inner_linear_layers(model)
+    if options.path:
+        config = read_config(options.path, f"--lora.path {options.path}")
+    else:
+        config = _new_config(options, model, linear)
     config.task_type = "CAUSAL_LM" if getattr(model, "can_generate", bool)() else None
     config.base_model_name_or_path = getattr(model, "name_or_path", None) or None
     config.modules_to_save = None  # peft would keep a second copy of each
@@ -77,7 +82,7 @@ def add_adapters(model: nn.Module, options: LoraConfig, *, seed: int, trained: S
                 raise ValueError(f"--lora.path {options.path} does not fit the model: {error}") from error
             raise ValueError(
                 f"--lora.target_modules {' '.join(options.target_modules)}: {error} It has, for example, "
-                f"{', '.join(sorted({name.rpartition('.')[2] for name in _inner_linear_layers(model)}))}."
+                f"{', '.join(sorted({name.rpartition('.')[2] for name in linear}))}."
             ) from error
     check_layers(model, f"--lora.path {options.path}" if options.path else "--lora.target_modules")
     config.exclude_modules, config.modules_to_save = None, list(trained) or None
@@ -110,18 +115,36 @@ def require_peft(options: LoraConfig) -> None:
         raise ImportError('--lora.rank and --lora.path need peft. Install it: pip install "lightrl[lora]"')
 
 
-def _new_config(options: LoraConfig, model: nn.Module) -> Any:
+def _new_config(options: LoraConfig, model: nn.Module, linear: list[str]) -> Any:
     from peft import LoraConfig as PeftConfig
 
-    targets = options.target_modules
+    is_default, targets = options.target_modules == ("all-linear",), list(options.target_modules)
     settings: dict[str, Any] = {
         "r": options.rank,
         "lora_alpha": options.alpha or 2 * options.rank,
         # peft's own all-linear includes the experts of a mixture: they are one tensor, which cannot be merged here.
-        "target_modules": _inner_linear_layers(model) if targets == ("all-linear",) else list(targets),
+        "target_modules": linear if is_default else targets,
         "use_rslora": options.use_rslora,
     }
-    return PeftConfig(**settings)
+    config = PeftConfig(**settings)
+    if is_default:
+        _leave_out_what_peft_takes_for_experts(config, model)
+    return config
+
+
+def _leave_out_what_peft_takes_for_experts(config: Any, model: nn.Module) -> None:
+    """Takes layers called gate_proj, up_proj or down_proj out of the targets, if peft knows the model by its experts.
+
+    peft replaces these names, in any layer, by the tensors that hold all experts since transformers 5, when it adds an
+    adapter and when it loads one. So neither dense layers nor shared experts of such a model can have one:
+    https://github.com/huggingface/peft/blob/v0.21.2/src/peft/utils/transformers_weight_conversion.py
+    """
+    try:
+        from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    except ImportError:  # an older peft, which replaces nothing
+        return
+    convert_peft_config_for_transformers(config, model, None)
+    config.target_parameters, config.rank_pattern, config.alpha_pattern = None, {}, {}
 
 
 def read_config(path: str, option: str, *, files: Sequence[str] = ("adapter_config.json", WEIGHTS_FILE)) -> Any:
@@ -151,10 +174,29 @@ def read_config(path: str, option: str, *, files: Sequence[str] = ("adapter_conf
 
 
 def _inner_linear_layers(model: nn.Module) -> list[str]:
-    """Returns the names of all linear layers except the output head."""
-    head = _head_of(model)
-    linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
-    return [name for name, module in linear if module is not head]
+    """Returns the names of all linear layers that can have an adapter: not the output head, nor what kernels read."""
+    head, read = _head_of(model), set(_read_by_their_block(model))
+    linear = [(name, module) for name, module in model.named_modules() if _is_linear(module)]
+    return [name for name, module in linear if module is not head and name not in read]
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    """Returns whether a layer gives a product of its input; routers that subclass nn.Linear give more."""
+    if not isinstance(layer, nn.Linear) or type(layer).forward is nn.Linear.forward:
+        return isinstance(layer, nn.Linear | Conv1D)
+    try:
+        found = layer(layer.weight.new_zeros(1, layer.in_features))
+    except RuntimeError:  # it takes inputs of another shape
+        return False
+    return isinstance(found, Tensor) and found.shape == (1, layer.out_features)
+
+
+def _read_by_their_block(model: nn.Module) -> Iterator[str]:
+    """Yields the layers whose weights a block of Mamba reads as tensors, past any adapter, at least in its kernels."""
+    for name, block in model.named_modules():
+        if all(isinstance(getattr(block, part, None), nn.Parameter) for part in ("A_log", "D")):
+            source = inspect.getsource(type(block))
+            yield from (f"{name}.{child}" for child, _ in block.named_children() if f"self.{child}.weight" in source)
 
 
 def _head_of(model: Any) -> nn.Module | None:
@@ -166,9 +208,14 @@ def check_layers(model: nn.Module, option: str) -> None:
     """Raises ValueError for a layer that cannot be merged, or whose weight is also read outside it."""
     from peft.tuners.lora import Linear
 
-    head = _head_of(model)
+    head, read = _head_of(model), set(_read_by_their_block(model))
     for name, layer in lora_layers(model):
-        if not isinstance(layer, Linear) or layer is head:
+        if name in read:
+            raise ValueError(
+                f"{option} names {name}, and an adapter of it would do nothing: kernels of Mamba read its weight past "
+                "the adapter. Leave this layer out."
+            )
+        if not isinstance(layer, Linear) or layer is head or not _is_linear(layer.base_layer):
             raise ValueError(
                 f"{option} names {name}, and only linear layers inside the model can have an adapter: "
                 "embeddings and the output head are read as plain weights, and experts may share one tensor."

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import save_file
+from tiny_hybrids import tiny_model
 from torch import nn
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Qwen3Config
@@ -142,6 +143,34 @@ def test_merged_weights_give_the_same_logits(name: str) -> None:
     assert_close(logits(plain), logits(model), atol=1e-5, rtol=0)
 
 
+# Families with layers that cannot have an adapter: kernels of Mamba read their weights, peft takes dense layers for
+# experts, or a router is a linear layer that returns more than a product.
+PARTLY = {
+    "bamba": {"in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+    "falcon_h1": {"in_proj", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+    "mamba": {"in_proj"},
+    "qwen3_next": {"in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj"}
+    | {"shared_expert_gate"},
+    "llama4_text": {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+}
+
+
+@pytest.mark.parametrize("family", [*PARTLY, "jamba", "nemotron_h", "zamba2"])
+def test_every_adapter_of_the_default_layers_learns_and_is_read_by_peft(family: str, tmp_path: Path) -> None:
+    model, plain = tiny_model(family), tiny_model(family)
+    lora.add_adapters(model, LoraConfig(rank=2), seed=0)
+    disturb(model)
+    layers = {name.rpartition(".")[2] for name, _ in lora.lora_layers(model)}
+    assert layers == PARTLY.get(family, layers)
+    model(input_ids=IDS, use_cache=False).logits.logsumexp(-1).sum().backward()
+    assert [name for name, item in lora.trained_parameters(model) if not item.grad.any()] == []  # type: ignore[union-attr]
+    lora.save_adapter(model, dict(lora.trained_parameters(model)), tmp_path)
+    theirs = peft.PeftModel.from_pretrained(tiny_model(family), str(tmp_path))
+    assert_close(logits(theirs), logits(model), atol=1e-5, rtol=0)
+    plain.load_state_dict(dict(single_process().full_parameters(model)), strict=False)
+    assert_close(logits(plain), logits(model), atol=1e-4, rtol=0)
+
+
 def test_without_adapters_is_the_model_before() -> None:
     policy, frozen = tiny_policy(), tiny_policy()
     lora.add_adapters(policy.hf, LoraConfig(rank=4), seed=0)
@@ -228,6 +257,15 @@ def test_a_head_trains_whole_and_goes_with_the_adapter(tmp_path: Path) -> None:
 def test_layers_that_can_have_no_adapter_are_refused(targets: tuple[str, ...], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         lora.add_adapters(tiny_policy().hf, LoraConfig(rank=2, target_modules=targets), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "layer", "text"),
+    [("jamba", "dt_proj", "an adapter of it would do nothing"), ("llama4_text", "router", "only linear layers inside")],
+)
+def test_layers_that_would_not_apply_an_adapter_are_refused(family: str, layer: str, text: str) -> None:
+    with pytest.raises(ValueError, match=rf"--lora.target_modules names model\.layers\.\d\.\w+\.{layer}, and {text}"):
+        lora.add_adapters(tiny_model(family), LoraConfig(rank=2, target_modules=(layer,)), seed=0)
 
 
 def test_an_adapter_that_cannot_be_merged_is_refused(tmp_path: Path) -> None:
