@@ -174,10 +174,19 @@ def read_config(path: str, option: str, *, files: Sequence[str] = ("adapter_conf
 
 
 def _inner_linear_layers(model: nn.Module) -> list[str]:
-    """Returns the names of all linear layers that can have an adapter: not the output head, nor what kernels read."""
-    head, read = _head_of(model), set(_read_by_their_block(model))
+    """Returns the names of all linear layers that can have an adapter: not the head, nor what is read elsewhere too."""
+    head, read = _head_of(model), {*_read_by_their_block(model), *_tied(model)}
     linear = [(name, module) for name, module in model.named_modules() if _is_linear(module)]
     return [name for name, module in linear if module is not head and name not in read]
+
+
+def _tied(model: nn.Module) -> set[str]:
+    """Returns the layers that share a weight, which cannot hold the adapters of several layers merged (Zamba 2)."""
+    owners: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append(name.removesuffix(".base_layer"))
+    return {name for names in owners.values() if len(names) > 1 for name in names}
 
 
 def _is_linear(layer: nn.Module) -> bool:
@@ -208,7 +217,7 @@ def check_layers(model: nn.Module, option: str) -> None:
     """Raises ValueError for a layer that cannot be merged, or whose weight is also read outside it."""
     from peft.tuners.lora import Linear
 
-    head, read = _head_of(model), set(_read_by_their_block(model))
+    head, read, tied = _head_of(model), set(_read_by_their_block(model)), _tied(model)
     for name, layer in lora_layers(model):
         if name in read:
             raise ValueError(
@@ -219,6 +228,11 @@ def check_layers(model: nn.Module, option: str) -> None:
             raise ValueError(
                 f"{option} names {name}, and only linear layers inside the model can have an adapter: "
                 "embeddings and the output head are read as plain weights, and experts may share one tensor."
+            )
+        if name in tied:
+            raise ValueError(
+                f"{option} names {name}, whose weight belongs to several layers: merged, it would hold one adapter of "
+                "them. Leave this layer out."
             )
 
 

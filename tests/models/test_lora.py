@@ -268,6 +268,23 @@ def test_layers_that_would_not_apply_an_adapter_are_refused(family: str, layer: 
         lora.add_adapters(tiny_model(family), LoraConfig(rank=2, target_modules=(layer,)), seed=0)
 
 
+def test_layers_that_share_a_weight_have_no_adapter() -> None:
+    """A weight that holds an adapter merged is that of the other layer too."""
+
+    def model() -> Any:
+        shared = made_of(CONFIGS["llama"])
+        first, second = (layer.mlp.up_proj for layer in shared.model.layers)
+        second.weight = first.weight
+        return shared
+
+    ours = model()
+    lora.add_adapters(ours, LoraConfig(rank=2), seed=0)
+    layers = {name.rpartition(".")[2] for name, _ in lora.lora_layers(ours)}
+    assert layers == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj"}
+    with pytest.raises(ValueError, match=r"names model\.layers\.0\.mlp\.up_proj, whose weight belongs"):
+        lora.add_adapters(model(), LoraConfig(rank=2, target_modules=("up_proj",)), seed=0)
+
+
 def test_an_adapter_that_cannot_be_merged_is_refused(tmp_path: Path) -> None:
     saved_by_peft(tmp_path / "dora", use_dora=True)
     with pytest.raises(ValueError, match="DoRA"):
