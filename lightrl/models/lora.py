@@ -5,6 +5,7 @@ Engines and exports get the weights with the adapters merged, under their plain 
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -143,8 +144,9 @@ def _leave_out_what_peft_takes_for_experts(config: Any, model: nn.Module) -> Non
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
     except ImportError:  # an older peft, which replaces nothing
         return
-    convert_peft_config_for_transformers(config, model, None)
-    config.target_parameters, config.rank_pattern, config.alpha_pattern = None, {}, {}
+    renamed = copy.deepcopy(config)
+    convert_peft_config_for_transformers(renamed, model, None)
+    config.target_modules = renamed.target_modules
 
 
 def read_config(path: str, option: str, *, files: Sequence[str] = ("adapter_config.json", WEIGHTS_FILE)) -> Any:

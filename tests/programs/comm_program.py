@@ -98,8 +98,8 @@ def check_broadcast_and_groups(comm):
 
 def check_errors_of_collectives(comm):
     """An error that no other rank has caused is left as it is."""
-    short = torch.ones(1, dtype=torch.int16)  # a type that Gloo does not add up
-    assert type(expect(RuntimeError, "Invalid scalar type", lambda: comm.all_reduce(short, "sum"))) is RuntimeError
+    short = torch.ones(1, dtype=torch.int16)  # a type that Gloo does not take
+    assert type(expect(RuntimeError, "Invalid scalar type", lambda: comm.all_reduce(short, "max"))) is RuntimeError
 
 
 def check_a_group_of_somebody_else(comm):
