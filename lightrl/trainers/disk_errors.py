@@ -78,12 +78,12 @@ class LoggingTrainer(Protocol):
     def folder(self) -> RunFolder: ...
 
 
-def forgive_disk_errors(trainer: LoggingTrainer, log: Log) -> Log:
-    """Makes a run warn and go on when it cannot write; returns the log to use."""
+def forgive_disk_errors(trainer: LoggingTrainer, log: Log, reopen: Callable[[], Log]) -> Log:
+    """Makes a run warn and go on when it cannot write; returns the log to use, which reopens itself after an error."""
     strategy = trainer.strategy
     kind = ForgivingBackgroundSaver if isinstance(strategy.saver, BackgroundSaver) else ForgivingSaver
     strategy.saver = kind(strategy, trainer.folder.root)
-    return ForgivingLog(trainer, log)
+    return ForgivingLog(trainer, log, reopen)
 
 
 class ForgivingSaver(TrainingStateSaver):
@@ -118,12 +118,20 @@ class ForgivingBackgroundSaver(ForgivingSaver, BackgroundSaver):
 class ForgivingLog:
     """Log that skips lines that cannot be written and makes a removed folder again."""
 
-    def __init__(self, trainer: LoggingTrainer, log: Log) -> None:
-        self._trainer, self._log = trainer, log
+    def __init__(self, trainer: LoggingTrainer, log: Log, reopen: Callable[[], Log]) -> None:
+        self._trainer, self._log, self._reopen = trainer, log, reopen
+        self._is_broken = False  # TensorBoard's writer raises its first error again and again
 
     def write(self, metrics: dict[str, float]) -> None:
         """Logs the metrics of the last step, or warns."""
-        self._try(lambda: self._log.write(metrics), "no metrics of this step")
+        self._try(lambda: self._write(metrics), "no metrics of this step")
+
+    def _write(self, metrics: dict[str, float]) -> None:
+        if self._is_broken:
+            self._log = self._reopen()
+        self._is_broken = True
+        self._log.write(metrics)
+        self._is_broken = False
 
     def write_samples(self, experience: Sequence[Experience]) -> None:
         """Logs samples, or warns; the only part that can fail comes last, after all collectives."""

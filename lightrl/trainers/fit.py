@@ -274,7 +274,7 @@ def fit(trainer: Trainer) -> dict[str, float]:
     console = RunConsole(trainer.shown, enabled=comm.is_main, first_step=trainer.step_index, max_steps=config.max_steps)
     log: Log = RunLog(trainer)
     if config.checkpoint.on_disk_error == "continue":
-        log = forgive_disk_errors(trainer, log)
+        log = forgive_disk_errors(trainer, log, partial(RunLog, trainer))
     with console.progress, closing(log), ended_by_signals(trainer) as goes_on:
         console.say(f"run folder: {folder.root}\n{trainer.batches}")
         metrics: dict[str, float] = {}

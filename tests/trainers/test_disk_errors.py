@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 from safetensors import SafetensorError
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from lightrl import checkpoint
 from lightrl.checkpoint import CheckpointDirectory
@@ -113,6 +115,26 @@ def test_a_run_stops_or_goes_on(
             rows = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
             assert [step for step in rows if step] == [step for step in range(1, 6) if place != "metrics" or step != 3]
             assert (folder / "final" / "weights.sha256").exists()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the writer's thread, as intended
+def test_tensorboard_goes_on_after_an_error_of_its_writer(
+    offline_flags: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The thread that writes ends with its first error, and is no use from then on."""
+    trainer = make(offline_flags("sft") | {"max_steps": 5}, tmp_path / "run", on_disk_error="continue")
+    has_failed: list[int] = []
+
+    def is_due() -> bool:
+        due = trainer.step_index > AFTER and not has_failed
+        has_failed.extend([1] * due)
+        return due
+
+    monkeypatch.setattr(RecordWriter, "write", failing(FULL, RecordWriter.write, is_due, ""))
+    fit(trainer)
+    assert capsys.readouterr().err.count("warning: ") == 1
+    board = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert [event.step for event in board.Scalars("loss")] == [1, 2, 4, 5]
 
 
 def test_other_errors_stop_a_run_that_goes_on_without_a_disk(
