@@ -47,8 +47,9 @@ class BestOfGroupTrainer(Trainer):
         rewards = self.collector.score(samples, self.statistics)
         describe_rollout(samples, rewards, self.statistics)
         groups = [range(start, start + size) for start in range(0, len(samples), size)]
-        best = [max(group, key=lambda index: rewards[index]) for group in groups]
-        chosen = [Experience(sample=samples[i], reward=rewards[i], advantage=1.0) for i in best if rewards[i] > 0]
+        right = [[index for index in group if rewards[index] > 0] for group in groups]  # not if it is NaN, no verdict
+        best = [max(group, key=rewards.__getitem__) for group in right if group]
+        chosen = [Experience(sample=samples[i], reward=rewards[i], advantage=1.0) for i in best]
         packs = self.updates.micro_batches(chosen)
         self.updates.train(self.model, [packs], self.loss, self.weight, is_sampler=True)  # measures mismatch/*
         sync_engine(self)

@@ -57,7 +57,7 @@ class OpenEnvEnvironment:
             await self._client.disconnect()
 
     def _text(self, observation: Any) -> str:
-        fields = observation if isinstance(observation, Mapping) else observation.model_dump()
+        fields = observation if isinstance(observation, Mapping) else observation.model_dump(mode="json")
         if not self._observation_field:
             return json.dumps(fields)
         if self._observation_field not in fields:

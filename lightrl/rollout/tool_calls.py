@@ -7,7 +7,7 @@ import inspect
 import logging
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -74,7 +74,7 @@ class ToolBox:
                 inspect.signature(tool.function).bind(**call.arguments)
             except TypeError as error:
                 return self._error(f"{bad_call(f'{call.name}({call.arguments})', error).problem}.")
-            running = asyncio.ensure_future(without_exit(_started(tool, call.arguments)))
+            running = asyncio.ensure_future(without_exit(_called(tool, call.arguments)))
             try:  # not wait_for(), which would wait for a tool that goes on although it was cancelled
                 await asyncio.wait([running], timeout=self._timeout_s)
             finally:
@@ -112,11 +112,11 @@ def _encodable(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def _started(tool: Tool, arguments: Mapping[str, Any]) -> Awaitable[Any]:
+async def _called(tool: Tool, arguments: Mapping[str, Any]) -> Any:
     if inspect.iscoroutinefunction(tool.function):
-        result: Awaitable[Any] = tool.function(**arguments)
-        return result
-    return in_daemon_thread(tool.function, arguments)
+        return await tool.function(**arguments)
+    value = await in_daemon_thread(tool.function, arguments)
+    return await value if inspect.isawaitable(value) else value  # of an async tool behind a plain decorator
 
 
 async def in_daemon_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:

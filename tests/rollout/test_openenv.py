@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from datetime import date
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -72,6 +73,16 @@ def test_the_field_of_an_observation_is_checked_and_may_be_left_out() -> None:
     assert environment._make is FakeClient
     whole = OpenEnvEnvironment(base_url="", client=f"{__name__}:FakeClient")
     assert asyncio.run(whole.reset(PROMPT)) == '{"text": "+", "n": 0}'
+
+
+def test_observations_may_hold_what_json_has_no_type_for() -> None:
+    pydantic = pytest.importorskip("pydantic", reason="openenv's observations are pydantic's")
+
+    class Observation(pydantic.BaseModel):
+        day: date
+
+    environment = OpenEnvEnvironment(base_url="", client=f"{__name__}:FakeClient")
+    assert environment._text(Observation(day=date(2026, 2, 1))) == '{"day": "2026-02-01"}'
 
 
 def test_a_package_that_is_missing_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

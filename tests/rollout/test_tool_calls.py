@@ -41,6 +41,18 @@ def test_a_tool_that_hangs_holds_up_neither_the_others_nor_the_loop() -> None:
     assert found == [("error: no result after 0.2 s", True)] * 40 + [("fine", False)]
 
 
+def test_an_async_tool_behind_a_plain_decorator_is_awaited() -> None:
+    async def late() -> str:
+        await asyncio.sleep(0.01)
+        return "late"
+
+    async def broken() -> str:
+        raise ValueError("no such city")
+
+    tools = box(late=lambda: late(), broken=lambda: broken())
+    assert answers(tools, "late", "broken") == [("late", False), ("error: ValueError: no such city", True)]
+
+
 def test_a_tool_that_goes_on_after_its_cancellation_is_answered_for_in_time() -> None:
     async def stubborn() -> str:
         for _ in range(2):
