@@ -7,7 +7,7 @@ What an episode computes between two calls must therefore depend only on what it
 from __future__ import annotations
 
 import itertools
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -33,6 +33,7 @@ class Journal:
     num_calls: int = 0  # in the present run of the episode's code
     num_results: int = 0
     shared: list[Number] = field(default_factory=list)  # calls for all siblings in this run of the code, in order
+    begun: Mapping[tuple[int, int], Journal] = field(default_factory=dict, repr=False)  # of all episodes under way
 
     @property
     def key(self) -> tuple[int, int]:
@@ -71,6 +72,13 @@ class Journal:
             return shared
         self.num_results += 1
         return self.num_results - 1
+
+    def holder(self, number: Number) -> Journal:
+        """Returns the sibling's journal that holds a call for all siblings; this one if none does."""
+        for other in self.begun.values():
+            if other.ticket == self.ticket and number in {*other.completions, *other.partials, *other.results}:
+                return other
+        return self
 
     def versions_of_calls(self) -> list[Sequence[int]]:
         """Returns the weight versions of each call's tokens; empty for a call that was given up.
@@ -116,13 +124,13 @@ CURRENT: ContextVar[Journal | None] = ContextVar("journal", default=None)  # of 
 _SHARED: ContextVar[Iterator[str] | None] = ContextVar("shared", default=None)  # numbers, within once()
 
 
-async def for_all_siblings(name: str, work: Awaitable[T]) -> T:
+async def for_all_siblings(name: str, make: Callable[[], Awaitable[T]]) -> T:
     """Awaits work for all siblings: its calls have names, because after a kill another sibling may be the first to ask.
 
     Otherwise they would count among the calls of the sibling that asked, whose later calls would get wrong answers.
     """
     _SHARED.set(f"{name}/{place}" for place in itertools.count())
-    return await work
+    return await make()  # called only now, since it may start tasks
 
 
 def next_shared() -> str | None:
@@ -140,6 +148,8 @@ async def remembered(result: Awaitable[T]) -> T:
     if journal is None:
         return await result
     number = journal.next_result()
+    if isinstance(number, str):
+        journal = journal.holder(number)
     if number in journal.results:
         if hasattr(result, "close"):
             result.close()  # a coroutine that will not run

@@ -22,13 +22,14 @@ class PhasedDriver(EpisodeDriver):
         super().__init__(engine, group)
         self._loop = asyncio.new_event_loop()
         self._tasks: dict[tuple[int, int], asyncio.Task[Any]] = {}
-        self._begun: dict[tuple[int, int], Journal] = {}  # of the tasks
+        self._begun: dict[tuple[int, int], Journal] = {}  # of the tasks, which all see it
         self._journals: dict[asyncio.Future[Completion], tuple[Journal, Number]] = {}  # and the number of the call
         self._allowed: Collection[int] | None = None  # tickets that the engine works on; None: all
 
     def begin(self, journal: Journal, start: Callable[[], Coroutine[Any, Any, Any]]) -> None:
         """Starts the code of an episode, which runs as far as its journal has answers."""
         journal.rewind()
+        journal.begun = self._begun
 
         async def run() -> Any:
             CURRENT.set(journal)
@@ -45,8 +46,8 @@ class PhasedDriver(EpisodeDriver):
     def take_ended(self) -> dict[tuple[int, int], Any]:
         """Returns the results of the episodes that have ended, each only once."""
         ended = {key: task for key, task in self._tasks.items() if task.done()}
-        self._tasks = {key: task for key, task in self._tasks.items() if key not in ended}
-        self._begun = {key: journal for key, journal in self._begun.items() if key in self._tasks}
+        for key in ended:
+            del self._tasks[key], self._begun[key]
         return {key: task.result() for key, task in ended.items()}
 
     async def generate(self, prompt: AnyPrompt, params: SamplingParams) -> Completion:
@@ -75,9 +76,7 @@ class PhasedDriver(EpisodeDriver):
         number = next_shared()
         if number is None:
             return journal, journal.next_call()
-        siblings = (other for other in self._begun.values() if other.ticket == journal.ticket)
-        holders = [other for other in siblings if number in other.completions or number in other.partials]
-        journal = holders[0] if holders else journal
+        journal = journal.holder(number)
         journal.shared.append(number)
         return journal, number
 
@@ -157,7 +156,8 @@ class PhasedDriver(EpisodeDriver):
     def end(self, keys: Collection[tuple[int, int]]) -> None:
         """Ends the code of episodes and forgets their requests; call it between two phases."""
         tasks = [self._tasks.pop(key) for key in keys if key in self._tasks]
-        self._begun = {key: journal for key, journal in self._begun.items() if key in self._tasks}
+        for key in keys:
+            self._begun.pop(key, None)
         for task in tasks:
             task.cancel()
         if tasks:

@@ -42,7 +42,7 @@ class Siblings:
     async def once(self, name: str, make: Callable[[], Awaitable[Any]]) -> Any:
         """Returns the result of make(), which is called only for the first sibling that asks by this name."""
         if name not in self._shared:
-            self._shared[name] = asyncio.ensure_future(for_all_siblings(name, make()))
+            self._shared[name] = asyncio.ensure_future(for_all_siblings(name, make))
         return await asyncio.shield(self._shared[name])  # so that a cancelled sibling does not cancel the others
 
     async def reward(self, sample: Sample, *, alone: bool = False) -> float:

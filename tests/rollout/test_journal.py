@@ -57,7 +57,7 @@ async def episode_after_work(journal: Journal, *, asks_first: bool) -> list[int]
     journal.rewind()
     CURRENT.set(journal)
     if asks_first:
-        await asyncio.ensure_future(for_all_siblings("work", remembered(tool(4))))
+        await asyncio.ensure_future(for_all_siblings("work", lambda: remembered(tool(4))))
     return [await remembered(tool(1))]
 
 

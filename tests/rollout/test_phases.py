@@ -1,7 +1,9 @@
 """Phases of a driver: episodes that stop half way go on under new weights, or are dropped, and the engine is idle."""
 
 import asyncio
+from collections.abc import Awaitable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -11,7 +13,7 @@ from lightrl.engines.colocated import ColocatedEngine
 from lightrl.engines.native.engine import NativeEngine
 from lightrl.rollout.client import EngineClient, EpisodeLimits
 from lightrl.rollout.episode import Episode
-from lightrl.rollout.journal import Journal
+from lightrl.rollout.journal import Journal, remembered
 from lightrl.rollout.phases import PhasedDriver
 from lightrl.rollout.siblings import Siblings
 
@@ -145,18 +147,26 @@ def test_a_visitor_is_answered_though_episodes_are_dropped() -> None:
     made.close()
 
 
+LOOKED_UP: list[int] = []  # by a tool whose results differ, as those of a search do
+
+
+async def look_up() -> int:
+    LOOKED_UP.append(4 + len(LOOKED_UP))
+    return LOOKED_UP[-1]
+
+
 async def two_turns_and_shared_work(engine: EngineClient, length: int) -> tuple[list[int], tuple[int, ...]]:
-    async def work(shared: EngineClient) -> tuple[int, ...]:
-        return (await shared.generate([9, 9, 9], max_new_tokens=2)).token_ids
+    def work(shared: EngineClient) -> Awaitable[list[Any]]:
+        return asyncio.gather(shared.generate([9, 9, 9], max_new_tokens=2), remembered(look_up()))
 
     episode = Episode([2, 3, 4])
     episode.say(await engine.generate(episode.ids, max_new_tokens=length))
-    shared = await engine.once("work", work)
-    episode.hear([5])
+    turn, found = await engine.once("work", work)
+    episode.hear([found])
     episode.say(await engine.generate(episode.ids, max_new_tokens=3))
     episode.hear([6])
     episode.say(await engine.generate(episode.ids, max_new_tokens=20))
-    return episode.response_ids, shared
+    return episode.response_ids, turn.token_ids
 
 
 def siblings_begun(made: PhasedDriver, journals: list[Journal]) -> None:
@@ -174,6 +184,7 @@ def test_work_for_all_siblings_is_found_after_a_kill_whoever_asks_first() -> Non
     whole, made, resumed = driver(), driver(), driver()
     siblings_begun(whole, [Journal(0, index, 0) for index in range(2)])
     expected = run_through(whole)
+    LOOKED_UP.clear()
     journals = [Journal(0, index, 0) for index in range(2)]
     siblings_begun(made, journals)
     made.step(14)
@@ -183,6 +194,7 @@ def test_work_for_all_siblings_is_found_after_a_kill_whoever_asks_first() -> Non
     siblings_begun(resumed, again)
     assert run_through(resumed) == expected
     assert ["work/0" in journal.completions for journal in again] == [False, True]
+    assert [journal.results for journal in again] == [{}, {"work/1": 4}]
     assert [len(journal.versions_of_calls()) for journal in again] == [3, 4]
     for used in (whole, made, resumed):
         used.close()
