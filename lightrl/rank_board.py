@@ -8,6 +8,8 @@ import traceback
 from collections.abc import Mapping
 from typing import Protocol
 
+_POSTED = "_lightrl_posted"  # marks an error that the other ranks were told of
+
 
 class Store(Protocol):
     """The part of torch's key-value store that the board uses."""
@@ -30,7 +32,7 @@ class RankBoard:
         self._rank = rank
         self._world = world
         self._phases = ["start"]
-        self._posted = 0  # id of the error that this rank has posted; the error itself would keep its frames' tensors
+        self._has_posted = False  # an error; keeping it would keep the tensors of its frames
         self._is_lost = False  # whether the store is gone: torch prints a warning at each further attempt
 
     @property
@@ -53,13 +55,13 @@ class RankBoard:
 
     def post_error(self, error: BaseException) -> None:
         """Posts the traceback that this rank leaves with."""
-        self._posted = id(error)
+        self._has_posted = error.__dict__[_POSTED] = True
         self._post(f"lightrl/error/{self._rank}", describe(error))
 
     def go_on(self) -> None:
         """Withdraws an error that a program has caught; one with which this rank is still on its way out stays."""
-        if self._posted and not _is_handled(self._posted):
-            self._posted = 0
+        if self._has_posted and not _is_leaving():
+            self._has_posted = False
             self._post(f"lightrl/error/{self._rank}", "")
 
     def errors_of_others(self) -> dict[int, str]:
@@ -134,9 +136,14 @@ def describe(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
-def _is_handled(identity: int) -> bool:
-    """Returns whether this thread is within an except or finally block of an error, or of one that followed it."""
-    error = sys.exc_info()[1]
-    while error is not None and id(error) != identity:
-        error = error.__cause__ or error.__context__
-    return error is not None
+def _is_leaving() -> bool:
+    """Returns whether this thread is in an except or finally block of a posted error, or of one that followed it."""
+    found: list[BaseException | None] = [sys.exc_info()[1]]
+    for error in found:  # grows
+        if error is None:
+            continue
+        if _POSTED in error.__dict__:
+            return True
+        behind = (error.__cause__, error.__context__, *getattr(error, "exceptions", ()))
+        found += [other for other in behind if other not in found]
+    return False

@@ -81,6 +81,36 @@ def test_an_error_that_a_program_catches_is_withdrawn_when_it_goes_on() -> None:
     assert list(first.errors_now()) == [1]
 
 
+class Several(Exception):  # noqa: N818  (as ExceptionGroup of Python 3.11)
+    exceptions: tuple[Exception, ...] = ()
+
+
+def test_an_error_stays_while_others_follow_it_in_any_way() -> None:
+    store = DictStore()
+    first, second = RankBoard(store, 0, 2), RankBoard(store, 1, 2)
+    posted, several, circle = ZeroDivisionError("the loss"), Several(), KeyError()
+    several.exceptions = (ValueError(), posted)
+
+    def behind(error: Exception, cause: Exception | None) -> None:
+        try:
+            raise posted
+        except ZeroDivisionError:
+            raise error from cause
+
+    def beside() -> None:
+        raise several
+
+    for follow in (lambda: behind(KeyError(), OSError()), lambda: behind(circle, circle), beside):
+        second.post_error(posted)
+        try:
+            follow()
+        except (KeyError, Several):
+            second.go_on()
+            assert list(first.errors_now()) == [1]
+        second.go_on()
+        assert first.errors_now() == {}
+
+
 def test_ranks_tell_how_their_part_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     store = DictStore()
