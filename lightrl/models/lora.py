@@ -196,8 +196,9 @@ def _is_linear(layer: nn.Module) -> bool:
     if not isinstance(layer, nn.Linear) or type(layer).forward is nn.Linear.forward:
         return isinstance(layer, nn.Linear | Conv1D)
     try:
-        found = layer(layer.weight.new_zeros(1, layer.in_features))
-    except RuntimeError:  # it takes inputs of another shape
+        with torch.no_grad(), torch.random.fork_rng():
+            found = layer(layer.weight.new_zeros(1, layer.in_features))
+    except Exception:  # it takes other inputs
         return False
     return isinstance(found, Tensor) and found.shape == (1, layer.out_features)
 
@@ -206,8 +207,15 @@ def _read_by_their_block(model: nn.Module) -> Iterator[str]:
     """Yields the layers whose weights a block of Mamba reads as tensors, past any adapter, at least in its kernels."""
     for name, block in model.named_modules():
         if all(isinstance(getattr(block, part, None), nn.Parameter) for part in ("A_log", "D")):
-            source = inspect.getsource(type(block))
+            source = "".join(_source(kind) for kind in type(block).__mro__)
             yield from (f"{name}.{child}" for child, _ in block.named_children() if f"self.{child}.weight" in source)
+
+
+def _source(kind: type) -> str:
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):  # it has no file, or is a class of C
+        return ""
 
 
 def _head_of(model: Any) -> nn.Module | None:

@@ -268,6 +268,30 @@ def test_layers_that_would_not_apply_an_adapter_are_refused(family: str, layer: 
         lora.add_adapters(tiny_model(family), LoraConfig(rank=2, target_modules=(layer,)), seed=0)
 
 
+class Reshaping(nn.Linear):
+    """Draws random numbers, and takes only batches of sequences."""
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        noise = torch.rand(self.in_features)
+        rows, length, _ = batch.shape
+        return super().forward(noise * batch).view(rows, length, -1)
+
+
+def test_layers_of_other_classes_are_tried() -> None:
+    """Trying a layer changes no random draw, and a class made from a block of Mamba is one."""
+    model = tiny_model("mamba2")
+    mixer = model.backbone.layers[0].mixer
+    mixer.__class__ = type("OwnMixer", (type(mixer),), {})
+    model.backbone.extra = Reshaping(4, 4)
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    lora.add_adapters(model, LoraConfig(rank=2), seed=0)
+    assert torch.rand(1) == expected
+    layers = {name.rpartition(".")[2] for name, _ in lora.lora_layers(model)}
+    assert layers == {"in_proj"}
+
+
 def test_layers_that_share_a_weight_have_no_adapter() -> None:
     """A weight that holds an adapter merged is that of the other layer too."""
 
