@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -13,6 +14,8 @@ from lightrl.records import Prompt
 from lightrl.rollout.client import EngineClient
 from lightrl.rollout.episode import Episode
 from lightrl.rollout.event_loop import run_to_its_end
+
+logger = logging.getLogger(__name__)
 
 BUILTIN_WORKFLOWS = {
     "environment": "lightrl.rollout.workflow:EnvironmentWorkflow",
@@ -71,7 +74,10 @@ class EnvironmentWorkflow(Workflow):
         self._make = load_object(environment, builtin=BUILTIN_ENVIRONMENTS, what="environment", example="MyEnvironment")
         self._arguments = arguments
         trial = self._new_environment()  # a wrong argument shows here, before anything expensive
-        run_to_its_end(_closed(trial))
+        try:
+            run_to_its_end(_closed(trial))
+        except Exception:  # it may not expect to be closed before reset()
+            logger.warning("The environment that tried the arguments cannot be closed.", exc_info=True)
 
     def _new_environment(self) -> Any:
         made = self._make(**self._arguments)

@@ -98,6 +98,19 @@ def test_each_environment_is_closed_and_so_is_the_one_that_tries_the_arguments()
     assert (Closed.num_made, Closed.num_open) == (2, 0)
 
 
+class ClosedTooEarly(Count):
+    """Cannot be closed before it has been reset."""
+
+    def close(self) -> None:
+        raise AttributeError("browser")
+
+
+def test_an_environment_that_cannot_be_closed_yet_ends_no_start(caplog: pytest.LogCaptureFixture) -> None:
+    EnvironmentWorkflow(environment=f"{HERE}ClosedTooEarly", length=1)
+    assert "cannot be closed" in caplog.text
+    assert "AttributeError: browser" in caplog.text
+
+
 class Gymnasium:
     """Returns what it is told to, by default what environments of gymnasium return."""
 
