@@ -69,12 +69,13 @@ async def answer_request(engine: Any, request: Any) -> LLMResponse:
     for name, allowed in _FIXED.items():
         if getattr(settings, name, allowed[0]) not in (None, *allowed):
             raise _fixed(name, getattr(settings, name), allowed[0])
+    stop = getattr(settings, "stop", None)
     turn: Turn = await engine.generate(
         list(request.input_ids),
         max_new_tokens=getattr(settings, "max_new_tokens", None),
         temperature=0.0 if getattr(settings, "greedy", False) else getattr(settings, "temperature", None),
         stop_token_ids=tuple(getattr(settings, "stop_token_ids", None) or ()),
-        stop=tuple(getattr(settings, "stop", None) or ()),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
     )
     return LLMResponse(
         input_tokens=list(request.input_ids),

@@ -20,7 +20,7 @@ def test_two_requests_of_one_name_get_their_own_answers() -> None:
     async def ask() -> Any:
         return await asyncio.gather(
             engine.agenerate(LLMRequest(rid="one", input_ids=[1, 2], gconfig=settings)),
-            engine.agenerate(LLMRequest(rid="one", input_ids=[1, 2, 3], gconfig=settings.new(greedy=True))),
+            engine.agenerate(LLMRequest(rid="one", input_ids=[1, 2, 3], gconfig=settings.new(greedy=True, stop="<e"))),
         )
 
     sampled, greedy = asyncio.run(ask())
@@ -30,6 +30,7 @@ def test_two_requests_of_one_name_get_their_own_answers() -> None:
     assert [params.temperature for params in recorder.asked] == [0.5, 0.0]
     assert [params.max_new_tokens for params in recorder.asked] == [3, 3]
     assert (recorder.asked[0].stop_token_ids, recorder.asked[0].stop) == ((9,), ("=", "+"))  # the run's comes first
+    assert recorder.asked[1].stop == ("=", "<e")
 
 
 @pytest.mark.parametrize(
