@@ -61,6 +61,8 @@ class BackgroundSave:
                 raise
             if comm.is_main:
                 self.commit()
+            if self.board is not None and self.board.errors_now():
+                raise
             return
         with comm.phase("checkpoint", local=True):
             if comm.is_main:

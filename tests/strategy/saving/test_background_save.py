@@ -3,13 +3,17 @@
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from lightrl.checkpoint import CheckpointDirectory
-from lightrl.comm import Comm
+from lightrl.comm import Comm, RankError
 from lightrl.config import CheckpointConfig, StrategyOptions
 from lightrl.strategy.saving import state_files
 from lightrl.strategy.saving.background_save import BackgroundSave
@@ -130,6 +134,30 @@ strategy.save_ckpt(model, {str(tmp_path)!r})
 def test_a_rank_that_ends_waits_for_no_other_and_its_files_count(end: str, tmp_path: Path) -> None:
     run_spmd(LEFT, str(tmp_path), end, world_size=2, timeout_s=90)
     assert CheckpointDirectory(tmp_path / "checkpoints", keep=1).steps() == [7]
+
+
+class LonelyComm(Comm):
+    """Rank 0, whose only peer has left."""
+
+    @contextmanager
+    def phase(self, *_: object, **__: object) -> Iterator[Any]:
+        yield
+        raise RankError("rank 1 has left")
+
+
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_the_error_of_a_rank_that_had_written_is_raised_beside_the_checkpoint(has_failed: bool) -> None:
+    committed: list[bool] = []
+    told, errors = ["written", "written"], {1: "ValueError"} if has_failed else {}
+    board: Any = SimpleNamespace(tell=lambda *_: None, told=lambda *_, **__: told, errors_now=lambda: errors)
+    saving = BackgroundSave([], commit=lambda: committed.append(True), board=board)
+    with pytest.raises(RankError) if has_failed else nullcontext():
+        saving.finish(LonelyComm())
+    assert committed == [True]
+    told[1] = "failed: full"
+    with pytest.raises(RankError):
+        saving.finish(LonelyComm())
+    assert committed == [True]
 
 
 @pytest.mark.slow
