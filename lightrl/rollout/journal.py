@@ -33,7 +33,8 @@ class Journal:
     num_calls: int = 0  # in the present run of the episode's code
     num_results: int = 0
     shared: list[Number] = field(default_factory=list)  # calls for all siblings in this run of the code, in order
-    begun: Mapping[tuple[int, int], Journal] = field(default_factory=dict, repr=False)  # of all episodes under way
+    # Of all episodes under way.
+    begun: Mapping[tuple[int, int], Journal] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def key(self) -> tuple[int, int]:
