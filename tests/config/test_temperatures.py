@@ -25,4 +25,5 @@ def test_what_vllm_would_change_is_refused_before_it_starts(options: dict[str, A
 
 def test_what_vllm_draws_at_is_taken() -> None:
     for temperature in (0.01, 2.0):
-        GRPOConfig(engine="vllm", temperature=temperature, eval=EvalConfig(temperature=0))
+        config = GRPOConfig(engine="vllm", temperature=temperature, eval=EvalConfig(temperature=0))
+        assert (config.temperature, config.eval.temperature) == (temperature, 0)

@@ -3,14 +3,12 @@
 import gzip
 import json
 import math
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from test_run_folder import small_disk
 
 from lightrl.comm import Comm
 from lightrl.config import EvalConfig, GRPOConfig, RolloutLogConfig
@@ -111,22 +109,12 @@ def test_a_run_writes_its_traces_and_tokens(toy: Path, tmp_path: Path) -> None:
     assert max(moved) > 1e-4  # the second epoch's policy against the one before the first
 
 
-@contextmanager
-def largest_file(num_bytes: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_a_disk_that_is_full_leaves_what_was_written_and_the_next_start_goes_on(tmp_path: Path) -> None:
     path, spans = tmp_path / "timeline.json", [{"name": "step 1"}]
-    with largest_file(0), pytest.raises(OSError, match="too large"):
+    with small_disk(0), pytest.raises(OSError, match="too large"):
         append_events(path, spans)
     append_events(path, spans)
-    with largest_file(path.stat().st_size + 2000), pytest.raises(OSError, match="too large"):
+    with small_disk(path.stat().st_size + 2000), pytest.raises(OSError, match="too large"):
         append_events(path, spans * 1000)  # of which a part fits
     assert json.loads(path.read_text()) == spans
     append_events(path, spans)
