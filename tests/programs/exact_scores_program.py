@@ -157,4 +157,5 @@ if __name__ == "__main__":
         result = {"largest": result | runs, "fused": fused, "same_hash": is_same, "without": flipped()}
         print("RESULT", json.dumps(result))
     else:
-        print("RESULT", json.dumps(difference("llama")[0]))
+        # Of all families, since which products depend on the number of rows depends on the processor.
+        print("RESULT", json.dumps(max(difference(name)[0] for name in FAMILIES)))
