@@ -2,6 +2,7 @@
 
 python benchmarks/decode.py --threads 1 --rounds 3 --models toy mid
 python benchmarks/decode.py --dtype bfloat16
+python benchmarks/decode.py --kernels          # with --native.cpu_kernels
 python benchmarks/decode.py --exact            # the engine of --exact in place of `generate`: the ratio is its cost
 
 After the rows of equal lengths comes the floor for both sides: only the matrix products of all tokens, 64 rows each, by
@@ -14,6 +15,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lightrl.engines.base import SamplingParams
 from lightrl.engines.native.engine import NativeEngine
+from lightrl.engines.native.kernels import engine_with_kernels
 from lightrl.engines.native.products import PackedWeight
 from lightrl.exact.engine import ExactEngine
 from lightrl.exact.environment import fix_arithmetic
@@ -160,9 +163,9 @@ def _seconds_of_call(call: Callable[[], object], count: int = 20) -> float:
     return min(means)
 
 
-def compare(name: str, rounds: int, dtype: torch.dtype) -> None:
+def compare(name: str, rounds: int, dtype: torch.dtype, make: Callable[..., NativeEngine]) -> None:
     model, vocab_size = random_model(name).to(dtype), int(SHAPES[name]["vocab_size"])
-    engine = NativeEngine(random_model(name).to(dtype), eos_token_ids=(), device=torch.device("cpu"))
+    engine = make(random_model(name).to(dtype), eos_token_ids=(), device=torch.device("cpu"))
     prompts = random_prompts(NUM_REQUESTS, PROMPT_LENGTH, vocab_size)
     for label, lengths in (("equal lengths", [EQUAL_LENGTH] * NUM_REQUESTS), ("long tail", long_tailed_lengths())):
         times = interleave(rounds, native_round(engine, prompts, lengths), generate_round(model, prompts, max(lengths)))
@@ -208,12 +211,14 @@ def main() -> None:
         default="float32",
         help="type of the weights; without --exact only (default: %(default)s)",
     )
+    parser.add_argument("--kernels", action="store_true", help="compiled kernels; without --exact only")
     parser.add_argument("--exact", action="store_true", help="compare with the engine of --exact instead")
     args = parser.parse_args()
     if args.exact:
         fix_arithmetic()
     torch.set_num_threads(args.threads)
-    print(f"{args.dtype}, {args.threads} thread(s), median of {args.rounds} rounds")
+    kernels = ", compiled kernels" if args.kernels else ""
+    print(f"{args.dtype}{kernels}, {args.threads} thread(s), median of {args.rounds} rounds")
     columns = (
         ("tokens", 7),
         ("native ms", 10),
@@ -228,7 +233,8 @@ def main() -> None:
         if args.exact:
             compare_exact(name, args.rounds)
         else:
-            compare(name, args.rounds, getattr(torch, args.dtype))
+            make = partial(engine_with_kernels, NativeEngine) if args.kernels else NativeEngine
+            compare(name, args.rounds, getattr(torch, args.dtype), make)
 
 
 if __name__ == "__main__":

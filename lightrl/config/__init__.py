@@ -14,6 +14,7 @@ from lightrl.config.command_line import (
 )
 from lightrl.config.evaluate import EvaluateConfig
 from lightrl.config.log_sections import LogConfig, RolloutLogConfig
+from lightrl.config.native import NativeEngineConfig
 from lightrl.config.options import (
     as_dict,
     changed_options,
@@ -65,7 +66,6 @@ from lightrl.config.strategy import (
     EngineConfig,
     FSDPConfig,
     MegatronConfig,
-    NativeEngineConfig,
     OptimConfig,
     ParallelConfig,
     RoutingConfig,

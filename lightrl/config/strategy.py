@@ -12,6 +12,7 @@ from lightrl.config.exact import check_exact
 from lightrl.config.foreign_options import native_options
 from lightrl.config.lent_weights import check_share_weights
 from lightrl.config.lookup import check_lookup
+from lightrl.config.native import NativeEngineConfig, check_cpu_kernels
 from lightrl.config.options import check_values, engine_arguments, option, option_names, section
 
 logger = logging.getLogger(__name__)
@@ -160,23 +161,6 @@ class MegatronConfig:
     """Activations to compute again in the backward: none, or those of all layers."""
     impl: Literal["local", "te"] = "local"
     """Layers. local: plain torch. te: those of Transformer Engine, which are refused so far: docs/megatron.md."""
-
-
-@dataclass(kw_only=True, slots=True)
-class NativeEngineConfig:
-    """Options of --engine native."""
-
-    max_num_seqs: int = option(256, at_least=1)
-    """Number of sequences decoded at the same time on a rank; more requests wait their turn."""
-    lookup: int = option(0, at_least=0, at_most=64)
-    """Number of tokens to guess per step from what followed the same words earlier in a sample's text. The samples are
-    the same as without guesses; texts that repeat themselves take fewer steps where few samples run. 0: no guesses."""
-    cuda_graphs: bool = True
-    """On a GPU, replay decode steps as CUDA graphs: two to three times as fast. For Llama, Mistral, Qwen2 and Qwen3
-    without adapters, guesses or --distributed.deterministic; has no effect elsewhere."""
-    share_weights: bool = False
-    """Let the engine read the trainer's own weights: they are in memory once, and a weight sync copies nothing.
-    Strategies single and ddp in float32, without LoRA."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -390,10 +374,10 @@ def _check_rates(options: StrategyOptions) -> None:
 
 
 def _check_native(options: StrategyOptions) -> None:
-    if options.native.lookup:
-        check_lookup(options)
-    if options.native.share_weights:
-        check_share_weights(options)
+    checks = {"lookup": check_lookup, "share_weights": check_share_weights, "cpu_kernels": check_cpu_kernels}
+    for name, check in checks.items():
+        if getattr(options.native, name):
+            check(options)
 
 
 def _check_routing(options: StrategyOptions) -> None:

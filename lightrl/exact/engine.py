@@ -86,25 +86,25 @@ class ExactForward(FusedForward):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        self._logits = self._score  # whether the head's weight is packed or not
+        self.score = self._score  # whether the head's weight is packed or not
         for part in self._parts:
             if isinstance(part, RMSNorm):
                 part.by_parts = False
                 part.refresh()
 
     def mix(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        return attend(queries, keys, values, mask, self._scaling)
+        return attend(queries, keys, values, mask, self.scaling)
 
     def mix_prompts(self, layer: Any, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        return attend_causally(queries, keys, values, self._scaling, layer.window)
+        return attend_causally(queries, keys, values, self.scaling, layer.window)
 
     def _score(self, hidden: Tensor) -> Tensor:
         return linear(hidden, self._head.weight)
 
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         # addcmul rounds once, but the modules round twice.
-        rotated = (heads * cos).add_(heads.roll(self._dim // 2, -1).mul_(sin))
-        queries, keys = rotated.split_with_sizes((self._num_heads, self._num_kv_heads), 1)
+        rotated = (heads * cos).add_(heads.roll(self.dim // 2, -1).mul_(sin))
+        queries, keys = rotated.split_with_sizes((self.num_heads, self.num_kv_heads), 1)
         return queries, keys
 
 

@@ -9,7 +9,8 @@ import pytest
 from lightrl.config import GRPOConfig, LoraConfig, WorkflowConfig
 from lightrl.config.adapters import sends_adapters
 from lightrl.config.kept_cache import KEEPING_ENGINE
-from lightrl.config.strategy import NativeEngineConfig, RoutingConfig
+from lightrl.config.native import NativeEngineConfig
+from lightrl.config.strategy import RoutingConfig
 
 KEEPS: dict[str, Any] = {"over_issue": 0.5, "max_staleness": 3, "keep_cache": True}
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from lightrl.config import EvaluateConfig, GRPOConfig, LoraConfig, PPOConfig, RolloutConfig
-from lightrl.config.strategy import NativeEngineConfig, RoutingConfig
+from lightrl.config.native import NativeEngineConfig
+from lightrl.config.strategy import RoutingConfig
 
 
 @pytest.mark.parametrize(

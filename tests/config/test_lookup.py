@@ -8,7 +8,8 @@ import pytest
 
 from lightrl.config import GRPOConfig, LoraConfig
 from lightrl.config.adapters import sends_adapters
-from lightrl.config.strategy import NativeEngineConfig, RoutingConfig
+from lightrl.config.native import NativeEngineConfig
+from lightrl.config.strategy import RoutingConfig
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from functools import partial
-from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -31,6 +29,7 @@ from lightrl.engines.base import (
 )
 from lightrl.engines.native.constraints import constrain
 from lightrl.engines.native.forward import ModelRunner, SampleState
+from lightrl.engines.native.kinds import kind_of
 from lightrl.engines.native.row_parts import (
     LEAST_SAVED,
     LEAST_SAVED_ON_CPU,
@@ -56,10 +55,6 @@ logger = logging.getLogger(__name__)
 _NUM_ROWS = 128  # of a matrix that is transposed at a time, to fit into a core's second cache
 _GAP = 16  # elements between rows, so that the values of a column do not collide in the cache
 _WORTH_TURNING = 1 << 16  # copy_() is slower from this number of elements on
-# By name, since they subclass a class of this module.
-_GUESSING = "lightrl.engines.native.lookup:LookupEngine"
-_LENT = "lightrl.engines.native.lent:engine_on"
-_EAGER = "lightrl.engines.native.eager:EagerEngine"
 _ROOM_AHEAD = 64  # positions reserved for new tokens at first; a longer answer grows the cache
 
 
@@ -85,20 +80,14 @@ def build_native_engine(
     media = _media_of(source, options) if source.config.model_type in FAMILIES else None
     model = empty_copy(source, torch.bfloat16 if options.dtype == "bfloat16" else torch.float32, device)
     max_num_seqs, ends = options.native.max_num_seqs, eos_ids(source, tokenizer)
-    is_plain = options.native.cuda_graphs and not (options.native.lookup or options.native.share_weights)
-    make = kind or (NativeEngine if is_plain else _kind_of(options.native, source))
+    is_plain = options.native == NativeEngineConfig(max_num_seqs=max_num_seqs)
+    make = (kind or NativeEngine) if is_plain else kind_of(options.native, source, kind)
     return make(model, eos_token_ids=ends, max_num_seqs=max_num_seqs, device=device, media=media)
 
 
 def _media_of(source: PreTrainedModel, options: StrategyOptions) -> MediaProcessor | None:
     name = source.name_or_path  # a model made from a config has none
     return MediaProcessor.load(name, trust_remote_code=options.trust_remote_code) if name else None
-
-
-def _kind_of(options: NativeEngineConfig, source: PreTrainedModel) -> Callable[..., NativeEngine]:
-    if options.lookup:
-        return partial(resolve_name(_GUESSING), num_guesses=options.lookup)
-    return partial(resolve_name(_LENT), source) if options.share_weights else resolve_name(_EAGER)
 
 
 @torch.no_grad()

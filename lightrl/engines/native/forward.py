@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from lightrl.engines.native.cache import RowCache, round_up
 from lightrl.engines.native.modules import ModuleForward
 from lightrl.engines.native.own_cache import OwnCacheForward, SampleCaches, find_forward
 from lightrl.engines.native.products import FusedLinear, PackedHead, fused_linear, is_worth_packing
-from lightrl.engines.native.replay import ReplayedForward
+from lightrl.engines.native.replay import Launched, ReplayedForward
 from lightrl.models.fixed_rope import FIXED
 from lightrl.models.multimodal import FAMILIES
 from lightrl.models.packed_attention import grouped_attention, visible
@@ -38,7 +38,8 @@ _FAMILIES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausal
 # Their angles depend only on the position, so cosines and sines can be tabulated.
 _FIXED_ROPES = frozenset({"default", "linear", "llama3", "yarn", FIXED})
 
-Forward: TypeAlias = "FusedForward | ReplayedForward | ModuleForward | OwnCacheForward"
+Forward: TypeAlias = Launched | ModuleForward | OwnCacheForward
+Replacement = TypeVar("Replacement", bound=Launched)
 SampleState: TypeAlias = RowCache | SampleCaches  # the kind that the current forward uses
 
 
@@ -57,7 +58,7 @@ class ModelRunner:
         self.prefill_tokens = 0  # prompt tokens run so far, without padding
         # A vision tower attends to whole images without a cache, so it keeps its own attention.
         self._decoder: PreTrainedModel = model.get_decoder() if model.config.model_type in FAMILIES else model
-        self._fused: FusedForward | ReplayedForward | None = self.make_fused(model) if is_supported(model) else None
+        self._fused: Launched | None = self.make_fused(model) if is_supported(model) else None
         self._modules: ModuleForward | None = None  # made when needed
         is_tested = self.trusts_tests and device.type == "cpu" and not needs_score_check(model)
         self._verified: Forward | None = self._fused if is_tested else None  # the one in use
@@ -66,6 +67,20 @@ class ModelRunner:
     def uses_fused_forward(self) -> bool:
         """Whether the fused forward is used, because it was found to compute the same as the model."""
         return self._verified is not None and self._verified is self._fused
+
+    def replace_fused(self, make: Callable[[FusedForward], Replacement]) -> Replacement:
+        """Uses the result of make() in place of the fused forward, once it was found to compute the same as the model.
+
+        Returns the result. Raises ValueError if the model has no fused forward.
+        """
+        if not isinstance(self._fused, FusedForward):
+            raise ValueError(
+                f"--native.cpu_kernels True does not support {type(self.model).__name__}: only Llama, Mistral, Qwen2 "
+                "and Qwen3 with standard parts. Leave it out."
+            )
+        made = make(self._fused)
+        self._fused, self._verified = made, None
+        return made
 
     def refresh(self) -> None:
         """Updates what is derived from the weights; call it after they changed."""
@@ -122,7 +137,7 @@ class ModelRunner:
             return cache
         return self._fall_back_to_modules(sequences, expected) or cache
 
-    def _replaying(self, forward: FusedForward | ReplayedForward) -> FusedForward | ReplayedForward:
+    def _replaying(self, forward: Launched) -> Launched:
         # Kernels that are deterministic by request may wait for the device, which a graph cannot.
         can_replay = self.replays_steps and not torch.are_deterministic_algorithms_enabled()
         if can_replay and self.device.type == "cuda" and isinstance(forward, FusedForward):
@@ -210,7 +225,7 @@ class RMSNorm:
     """Computes x * weight / sqrt(mean(x^2) + eps), with a weight [dim] or several stacked to [heads, dim]."""
 
     def __init__(self, parameters: list[Tensor], eps: float) -> None:
-        self._parameters, self._eps = parameters, eps
+        self.parameters, self.eps = parameters, eps
         self.by_parts = True  # on a CPU, with fewer operations, which round differently from rms_norm()
         self._root = math.sqrt(parameters[0].shape[0])
         self._floor = torch.tensor(self._root * math.sqrt(eps), device=parameters[0].device)
@@ -218,7 +233,7 @@ class RMSNorm:
 
     def __call__(self, values: Tensor) -> Tensor:
         if not self._goes_by_parts:
-            return F.rms_norm(values, values.shape[-1:], None, self._eps).mul_(self._weight)
+            return F.rms_norm(values, values.shape[-1:], None, self.eps).mul_(self._weight)
         # On a CPU, rms_norm is a dozen small operations; this is x * (weight * sqrt(dim)) / sqrt(|x|^2 + dim * eps).
         wide = values.float()
         length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
@@ -226,10 +241,10 @@ class RMSNorm:
 
     def refresh(self) -> None:
         """Reads the parameters again; call it after they changed."""
-        first = self._parameters[0]
+        first = self.parameters[0]
         if first.untyped_storage().nbytes() == 0:
             return  # freed while the engine sleeps: reading it would crash, and loading weights refreshes again
-        self._weight = first if len(self._parameters) == 1 else torch.stack(self._parameters)
+        self._weight = first if len(self.parameters) == 1 else torch.stack(self.parameters)
         self._goes_by_parts = self.by_parts and first.dtype != torch.float64 and first.device.type == "cpu"
         self._scaled = self._weight.float() * self._root
 
@@ -261,22 +276,22 @@ class FusedForward:
 
     def __init__(self, model: PreTrainedModel) -> None:
         config = model.config
-        self._body: Any = model.get_decoder()  # one of several classes
+        self.body: Any = model.get_decoder()  # one of several classes
         self._head: Any = model.get_output_embeddings()
-        attention = self._body.layers[0].self_attn
-        self._dim: int = attention.head_dim
-        self._num_heads: int = config.num_attention_heads
-        self._num_kv_heads: int = config.num_key_value_heads
-        self._scaling: float = attention.scaling
-        self._last_norm = RMSNorm([self._body.norm.weight], config.rms_norm_eps)
-        self._layers = [self._read_layer(index, layer, config) for index, layer in enumerate(self._body.layers)]
-        self._parts: list[Any] = [self._last_norm, *(part for layer in self._layers for part in layer.parts())]
-        self._logits: Callable[[Tensor], Tensor] = self._head
+        attention = self.body.layers[0].self_attn
+        self.dim: int = attention.head_dim
+        self.num_heads: int = config.num_attention_heads
+        self.num_kv_heads: int = config.num_key_value_heads
+        self.scaling: float = attention.scaling
+        self.last_norm = RMSNorm([self.body.norm.weight], config.rms_norm_eps)
+        self.layers = [self._read_layer(index, layer, config) for index, layer in enumerate(self.body.layers)]
+        self._parts: list[Any] = [self.last_norm, *(part for layer in self.layers for part in layer.parts())]
+        self.score: Callable[[Tensor], Tensor] = self._head
         if is_worth_packing(self._head.weight):
-            self._logits = PackedHead(self._head)
-            self._parts.append(self._logits)
-        self._rope = torch.empty(0, 2, self._dim)
-        self._windows = {layer.window for layer in self._layers}
+            self.score = PackedHead(self._head)
+            self._parts.append(self.score)
+        self._rope = torch.empty(0, 2, self.dim)
+        self._windows = {layer.window for layer in self.layers}
 
     def refresh(self) -> None:
         """Updates what is derived from the parameters."""
@@ -286,8 +301,8 @@ class FusedForward:
     def decode(self, tokens: Tensor, positions: Tensor, cache: RowCache, rope_deltas: Tensor | None = None) -> Tensor:
         """Returns logits [n, vocab] of tokens [n] at positions [n]; the decode phase must be begun."""
         phase, dtype = cache.decode_phase, self._head.weight.dtype
-        masks = {window: phase.mask(window, self._num_kv_heads, dtype) for window in self._windows}
-        grouped = (-1, self._num_heads // self._num_kv_heads, self._dim)
+        masks = {window: phase.mask(window, self.num_kv_heads, dtype) for window in self._windows}
+        grouped = (-1, self.num_heads // self.num_kv_heads, self.dim)
 
         def attend(layer: _Layer, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             cache.append(keys, values, layer.index)
@@ -295,12 +310,12 @@ class FusedForward:
             return mixed.reshape(len(tokens), -1)
 
         chosen = attend if len(phase.parts) == 1 else self._attend_in_parts(cache, masks)
-        return self._run(tokens, self._cos_sin(positions, cache.capacity), chosen)
+        return self._run(tokens, self.cos_sin(positions, cache.capacity), chosen)
 
     def _attend_in_parts(self, cache: RowCache, masks: dict[int | None, Tensor]) -> Callable[..., Tensor]:
         """Returns the attention for decode(), which reads each part of the rows up to its own length."""
-        parts, num_kv_heads = cache.decode_phase.parts, self._num_kv_heads
-        grouped = (-1, self._num_heads // num_kv_heads, self._dim)
+        parts, num_kv_heads = cache.decode_phase.parts, self.num_kv_heads
+        grouped = (-1, self.num_heads // num_kv_heads, self.dim)
         by_row = {window: mask.unflatten(0, (-1, num_kv_heads)) for window, mask in masks.items()}
         cut = {
             window: [mask[part.rows, ..., : part.num_read].flatten(0, 1) for part in parts]
@@ -327,39 +342,39 @@ class FusedForward:
         }
 
         def attend(layer: _Layer, *parts: Tensor) -> Tensor:
-            queries, keys, values = (part.reshape(rows, width, -1, self._dim).transpose(1, 2) for part in parts)
+            queries, keys, values = (part.reshape(rows, width, -1, self.dim).transpose(1, 2) for part in parts)
             cache.store_prompts(keys, values, layer.index)
             return self.mix_prompts(layer, queries, keys, values, masks[layer.window]).reshape(rows * width, -1)
 
         kept = torch.arange(rows, device=ids.device) * width + last
-        return self._run(ids.flatten(), self._cos_sin(positions.repeat(rows), cache.capacity), attend, kept)
+        return self._run(ids.flatten(), self.cos_sin(positions.repeat(rows), cache.capacity), attend, kept)
 
     def mix(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
         """Returns the attention of queries [b, rows, dim] to keys [b, dim, n] and values [b, n, dim]."""
-        scores = torch.baddbmm(mask, queries, keys, alpha=self._scaling)
+        scores = torch.baddbmm(mask, queries, keys, alpha=self.scaling)
         return torch.bmm(torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype), values)
 
     def mix_prompts(self, layer: _Layer, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         """Returns the causal attention [b, t, heads, dim] of whole prompts, all [b, heads or kv_heads, t, dim]."""
-        return grouped_attention(queries, keys, values, mask, self._scaling).transpose(1, 2)
+        return grouped_attention(queries, keys, values, mask, self.scaling).transpose(1, 2)
 
     def _run(
         self, tokens: Tensor, rope: tuple[Tensor, Tensor], attend: Callable[..., Tensor], kept: Tensor | None = None
     ) -> Tensor:
         """Returns logits [n, vocab] of tokens [n], or of those at the indices `kept`; `attend` mixes the values."""
-        hidden = F.embedding(tokens, self._body.embed_tokens.weight)  # a copy: the layers add to it in place
-        for layer in self._layers:
+        hidden = F.embedding(tokens, self.body.embed_tokens.weight)  # a copy: the layers add to it in place
+        for layer in self.layers:
             mixed = attend(layer, *self._project(layer, layer.input_norm(hidden), rope))
-            if kept is not None and layer is self._layers[-1]:  # the others are no longer needed
+            if kept is not None and layer is self.layers[-1]:  # the others are no longer needed
                 hidden, mixed = hidden.index_select(0, kept), mixed.index_select(0, kept)
             layer.output.add_to(hidden, mixed)
             gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, 1)
             layer.down.add_to(hidden, F.silu(gate).mul_(up))
-        return self._logits(self._last_norm(hidden))
+        return self.score(self.last_norm(hidden))
 
     def _project(self, layer: _Layer, hidden: Tensor, rope: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Returns rotated queries [n, heads, dim], rotated keys and values [n, kv_heads, dim]."""
-        heads, kv_heads, dim = self._num_heads, self._num_kv_heads, self._dim
+        heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.dim
         projected = layer.qkv(hidden).view(-1, heads + 2 * kv_heads, dim)
         rotated, values = projected.split_with_sizes((heads + kv_heads, kv_heads), 1)
         if layer.head_norm is not None:
@@ -369,18 +384,18 @@ class FusedForward:
     def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the rotated heads [n, heads + kv_heads, dim] as queries and keys."""
         # This is rotate_half(x) * sin, with the sign of the first half moved into the table.
-        parts = (self._num_heads, self._num_kv_heads)  # added separately, so that the queries come out contiguous
+        parts = (self.num_heads, self.num_kv_heads)  # added separately, so that the queries come out contiguous
         queries, keys = (heads * cos).split_with_sizes(parts, 1)
-        other_queries, other_keys = heads.roll(self._dim // 2, -1).split_with_sizes(parts, 1)
+        other_queries, other_keys = heads.roll(self.dim // 2, -1).split_with_sizes(parts, 1)
         return torch.addcmul(queries, other_queries, sin), torch.addcmul(keys, other_keys, sin)
 
-    def _cos_sin(self, positions: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    def cos_sin(self, positions: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
         """Returns cosines and signed sines of the positions, [n, 1, dim] each."""
         weight = self._head.weight
         if self._rope.shape[0] < capacity or self._rope.device != weight.device or self._rope.dtype != weight.dtype:
             tabulated = torch.arange(round_up(capacity, 256), device=weight.device)[None]
-            cos, sin = self._body.rotary_emb(weight, tabulated)
-            signed = torch.cat((-sin[0, :, : self._dim // 2], sin[0, :, self._dim // 2 :]), dim=-1)
+            cos, sin = self.body.rotary_emb(weight, tabulated)
+            signed = torch.cat((-sin[0, :, : self.dim // 2], sin[0, :, self.dim // 2 :]), dim=-1)
             self._rope = torch.stack((cos[0], signed), dim=1)
         chosen = self._rope.index_select(0, positions)
         return chosen[:, :1], chosen[:, 1:]
@@ -389,7 +404,7 @@ class FusedForward:
         attention, mlp, eps = module.self_attn, module.mlp, config.rms_norm_eps
         head_norms = []
         if hasattr(attention, "q_norm"):
-            head_norms = [attention.q_norm.weight] * self._num_heads + [attention.k_norm.weight] * self._num_kv_heads
+            head_norms = [attention.q_norm.weight] * self.num_heads + [attention.k_norm.weight] * self.num_kv_heads
         return _Layer(
             index=index,
             input_norm=RMSNorm([module.input_layernorm.weight], eps),

@@ -37,7 +37,7 @@ class LookupForward(FusedForward):
         """Returns logits [n, w, vocab] of tokens [n, w] at positions [n, w]; the decode phase must be begun."""
         num_rows, width = tokens.shape
         num_read = cache.decode_phase.num_read
-        heads, kv_heads, dim = self._num_heads, self._num_kv_heads, self._dim
+        heads, kv_heads, dim = self.num_heads, self.num_kv_heads, self.dim
         rows = torch.arange(num_rows, device=tokens.device)[:, None]
         masks = {}
         for window in self._windows:
@@ -54,7 +54,7 @@ class LookupForward(FusedForward):
             mixed = self.mix(grouped, *cache.read(layer.index), masks[layer.window])
             return mixed.view(num_rows, kv_heads, width, -1).transpose(1, 2).reshape(num_rows * width, -1)
 
-        logits = self._run(tokens.flatten(), self._cos_sin(positions.flatten(), cache.capacity), attend)
+        logits = self._run(tokens.flatten(), self.cos_sin(positions.flatten(), cache.capacity), attend)
         return logits.view(num_rows, width, -1)
 
 

@@ -180,9 +180,9 @@ def test_packed_weights_follow_what_is_loaded_and_slept_through(family, make_eng
         for item in done:
             expected = reference_logprobs(other, item, params[item.request_id - done[0].request_id].temperature)
             assert_close(torch.tensor(item.logprobs), expected, atol=1e-5, rtol=0)
-        assert engine._runner._fused._layers[0].qkv._packed._packed is not None
+        assert engine._runner._fused.layers[0].qkv._packed._packed is not None
     engine.sleep(1)
-    assert engine._runner._fused._layers[0].qkv._packed._packed is None
+    assert engine._runner._fused.layers[0].qkv._packed._packed is None
 
 
 def test_requests_that_arrive_later_share_the_batch(make_engine):

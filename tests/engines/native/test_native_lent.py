@@ -10,7 +10,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from lightrl.config import GRPOConfig, StrategyOptions
-from lightrl.config.strategy import NativeEngineConfig
+from lightrl.config.native import NativeEngineConfig
 from lightrl.engines.base import EngineGroup, EnginePrompt, SamplingParams, WeightSyncError
 from lightrl.engines.native.engine import build_native_engine
 from lightrl.engines.native.lent import LentEngine

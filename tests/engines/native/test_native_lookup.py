@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightrl.config import GRPOConfig
-from lightrl.config.strategy import NativeEngineConfig
+from lightrl.config.native import NativeEngineConfig
 from lightrl.engines.base import Completion, EngineGroup, SamplingParams
 from lightrl.engines.native import lookup
 from lightrl.engines.native.engine import NativeEngine, build_native_engine

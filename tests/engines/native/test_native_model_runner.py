@@ -29,7 +29,7 @@ def test_prefill_gives_the_logits_after_each_prompt(family, tiny_model):
 
 def test_a_fused_forward_that_differs_is_dropped(tiny_model, caplog):
     runner = ModelRunner(tiny_model("mistral"), CPU)
-    runner._fused._scaling = 0.1
+    runner._fused.scaling = 0.1
     with caplog.at_level(logging.WARNING), torch.inference_mode():
         runner.verify(61, RowCache())
     assert not runner.uses_fused_forward
