@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from lightrl.builtin.task import (
     EOS,
@@ -120,8 +120,7 @@ def _write_unpublished(folder: Path, recipe: Recipe, on_progress: Callable[[str]
     model = _train(recipe, on_progress)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        with _no_progress_bars():
-            model.save_pretrained(unfinished)
+        _save(model, unfinished)
         builtin_tokenizer().save_pretrained(unfinished)
         for path in (*unfinished.iterdir(), unfinished):
             _flush_to_disk(path)
@@ -129,6 +128,15 @@ def _write_unpublished(folder: Path, recipe: Recipe, on_progress: Callable[[str]
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     return unfinished
+
+
+def _save(model: PreTrainedModel, folder: Path) -> None:
+    """Saves the model on any rank; of a process group, its own save_pretrained() writes on rank 0 alone."""
+    model.config.architectures, model.config.dtype = [type(model).__name__], "float32"
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}  # tied ones once
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _publish(finished: Path, folder: Path) -> None:
@@ -152,17 +160,6 @@ def _flush_to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    was_enabled = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            transformers_logging.enable_progress_bar()
 
 
 def _ignore(_: str) -> None:

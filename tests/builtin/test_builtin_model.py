@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.testing import assert_close
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrl.builtin import model as builtin
@@ -230,6 +232,17 @@ def test_model_folder_loads_by_the_auto_classes(quick_recipe: None, tmp_path: Pa
     assert (model.generation_config.eos_token_id, model.generation_config.pad_token_id) == (1, 0)
     assert tokenizer("1+2=")["input_ids"] == [3, 12, 4, 13]
     assert model(input_ids=torch.tensor([[3, 12, 4, 13]])).logits.isfinite().all()
+
+
+def test_model_folder_is_whole_on_whatever_rank_it_is_made(quick_recipe: None, tmp_path: Path) -> None:
+    alone = builtin_model_path(cache_dir=tmp_path / "alone")
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        folder = builtin_model_path(cache_dir=tmp_path / "rank-1")
+    finally:
+        dist.destroy_process_group()
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert files == {path.name: path.read_bytes() for path in alone.iterdir()}
 
 
 def test_model_folder_lies_under_the_environment_variable(
