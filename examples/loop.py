@@ -78,7 +78,7 @@ def main(num_steps: int, config: GRPOConfig) -> None:
             for sample, reward, advantage in zip(samples, rewards.tolist(), advantages, strict=True)
         ]
         parts = split_micro_batches(experience, max_tokens=config.max_tokens_per_microbatch, max_samples=None)
-        batches = [pack(part, temperature=1.0) for part in parts] or [dummy_batch(temperature=1.0)]
+        batches = [pack(part, temperature=1.0) if part else dummy_batch(temperature=1.0) for part in parts]
 
         # One update, by the mean over all trained tokens of all ranks.
         batches = [batch.to(strategy.device) for batch in batches]

@@ -37,6 +37,14 @@ def test_the_first_step_has_the_numbers_of_train_grpo_on_one_rank_and_on_two(
 
 
 @pytest.mark.slow
+def test_a_rank_may_have_no_prompt() -> None:
+    flags = ["--steps", "2", "--num_prompts", "1", "--group_size", "16", "--seed", "2"]
+    one, two = (steps_of(run_spmd(LOOP, *flags, world_size=world_size)) for world_size in (1, 2))
+    assert one[1]["grad_norm"] > 0
+    assert two == [pytest.approx(step, rel=1e-5, abs=1e-7) for step in one]
+
+
+@pytest.mark.slow
 def test_it_learns_the_built_in_task() -> None:
     rewards = [step["reward/mean"] for step in steps_of(run_spmd(LOOP, "--steps", "30", world_size=1))]
     assert sum(rewards[:2]) / 2 < 0.25
