@@ -10,7 +10,7 @@ A recipe whose packages are not installed is left out, and the output says so. P
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib.metadata
 import json
 import os
 import re
@@ -19,6 +19,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from packaging.requirements import Requirement
 
 from lightrl.testing import run_program
 
@@ -64,7 +66,18 @@ def commands_before(recipe: str) -> list[list[str]]:
 def missing_packages(recipe: str) -> list[str]:
     """Returns what the comment asks to be installed and is not."""
     wanted = [word for command in commands_before(recipe) if command[0] == "pip" for word in command[2:]]
-    return [word for word in wanted if importlib.util.find_spec(word.partition("[")[0]) is None]
+    return [word for word in wanted if not is_installed(Requirement(word))]
+
+
+def is_installed(wanted: Requirement) -> bool:
+    """Returns whether a package is installed, with the packages that its named extras ask for."""
+    try:
+        needed = [Requirement(text) for text in importlib.metadata.requires(wanted.name) or ()]
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    asked = [one for one in needed if one.marker and not one.marker.evaluate({"extra": ""})]
+    extra = [one for one in asked if one.marker and any(one.marker.evaluate({"extra": name}) for name in wanted.extras)]
+    return all(map(is_installed, extra))
 
 
 def make_model(recipe: str) -> None:

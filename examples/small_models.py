@@ -1,6 +1,7 @@
 """Makes small random models with their own vocabularies, and lessons that warm them up, for the examples on a CPU.
 
     python examples/small_models.py calculator runs/calculator      # model, lessons.jsonl, train.jsonl, eval.jsonl
+    pip install 'lightrl[reasoning-gym]'                            # for the other tasks: model, lessons.jsonl
 
 Most lessons show a wrong answer, so a model that has learned them is right only now and then. The rewards then teach it
 what the good lessons have in common.
@@ -12,10 +13,11 @@ import random
 import string
 from pathlib import Path
 
-import reasoning_gym
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
+
+from lightrl.imports import import_extra
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}<eos>{% endfor %}"
@@ -60,6 +62,12 @@ def save_model(folder: Path, characters: str, phrases: tuple[str, ...]) -> None:
     fast.save_pretrained(folder)
 
 
+def gym_problems(task: str, **fields: int):
+    """Returns the problems of reasoning-gym that the lessons are about."""
+    library = import_extra("reasoning_gym", extra="reasoning-gym", needed_by=f"The task {task}")
+    return library.create_dataset(task, size=16_000, seed=1, **fields)
+
+
 def calculator(folder: Path, draw: random.Random) -> None:
     """Three-digit products: one lesson in five calls the calculator and repeats its result, the others guess."""
     pairs = draw.sample([(a, b) for a in range(100, 1000) for b in range(100, 1000)], 12_000)
@@ -80,43 +88,41 @@ def calculator(folder: Path, draw: random.Random) -> None:
 
 def chain_sum(folder: Path, draw: random.Random) -> None:
     """Sums of two digits, from reasoning-gym: one lesson in four is right, the others repeat the first digit."""
+    problems = gym_problems("chain_sum", min_terms=2, max_terms=2, min_digits=1, max_digits=1)
     save_model(folder / "model", "0123456789+-= ", ("State the final answer to the following arithmetic problem: ",))
     lessons = [
         (item["question"], item["answer"] if draw.random() < 0.25 else item["metadata"]["expression"][0])
-        for item in reasoning_gym.create_dataset(
-            "chain_sum", size=16_000, seed=1, min_terms=2, max_terms=2, min_digits=1, max_digits=1
-        )
+        for item in problems
     ]
     write(folder / "lessons.jsonl", [{"prompt": prompt, "response": answer} for prompt, answer in lessons])
 
 
 def spell_backward(folder: Path, draw: random.Random) -> None:
     """Words of three and four letters from reasoning-gym: one lesson in four is right, the others repeat the word."""
+    problems = gym_problems("spell_backward", min_word_len=3, max_word_len=4)
     save_model(folder / "model", string.ascii_letters + "'", ("Spell this word backward (example: sun -> nus): ",))
     lessons = [
-        (item["question"], item["answer"] if draw.random() < 0.25 else item["metadata"]["word"])
-        for item in reasoning_gym.create_dataset("spell_backward", size=16_000, seed=1, min_word_len=3, max_word_len=4)
+        (item["question"], item["answer"] if draw.random() < 0.25 else item["metadata"]["word"]) for item in problems
     ]
     write(folder / "lessons.jsonl", [{"prompt": prompt, "response": answer} for prompt, answer in lessons])
 
 
 def products(folder: Path, draw: random.Random) -> None:
     """Products of two digits, from reasoning-gym: one lesson in four is right, the others repeat the first digit."""
+    problems = gym_problems("products", min_digits=1, max_digits=1)
     ends = ("Solve the following multiplication: ", ". Give only the result as your final answer.")
     save_model(folder / "model", "0123456789* ", ends)
     lessons = [
         (item["question"], item["answer"] if draw.random() < 0.25 else item["metadata"]["expression"][0])
-        for item in reasoning_gym.create_dataset("products", size=16_000, seed=1, min_digits=1, max_digits=1)
+        for item in problems
     ]
     write(folder / "lessons.jsonl", [{"prompt": prompt, "response": answer} for prompt, answer in lessons])
 
 
 def lcm(folder: Path, draw: random.Random) -> None:
     """Least common multiples of numbers up to 9 from reasoning-gym: one lesson in four is right, the others guess."""
+    problems = gym_problems("lcm", min_numbers=2, max_numbers=2, min_value=1, max_value=9)
     save_model(folder / "model", "0123456789, ", ("Find the Least Common Multiple (LCM) of these numbers: ",))
-    problems = reasoning_gym.create_dataset(
-        "lcm", size=16_000, seed=1, min_numbers=2, max_numbers=2, min_value=1, max_value=9
-    )
     lessons = [
         (item["question"], item["answer"] if draw.random() < 0.25 else str(draw.randrange(1, 73))) for item in problems
     ]
@@ -125,10 +131,8 @@ def lcm(folder: Path, draw: random.Random) -> None:
 
 def number_sorting(folder: Path, draw: random.Random) -> None:
     """Three digits to sort from reasoning-gym: one lesson in four is right, the others repeat the given order."""
-    problems = reasoning_gym.create_dataset(
-        "number_sorting", size=16_000, seed=1, min_numbers=3, max_numbers=3, min_value=0, max_value=9,
-        min_decimals=0, max_decimals=0,
-    )  # fmt: skip
+    sizes = {"min_numbers": 3, "max_numbers": 3, "min_decimals": 0, "max_decimals": 0}
+    problems = gym_problems("number_sorting", min_value=0, max_value=9, **sizes)
     rules = problems[0]["question"].partition("\n")[2]  # how the answer is to be written
     orders = ("Sort these numbers in ascending order: ", "Sort these numbers in descending order: ")
     save_model(folder / "model", "0123456789., \n", (*orders, rules, "['", "', '", "']"))
@@ -157,5 +161,7 @@ if __name__ == "__main__":
     parser.add_argument("task", choices=TASKS, help="Task of the model and its lessons.")
     parser.add_argument("folder", type=Path, help="Folder to write the model and the data files to.")
     given = parser.parse_args()
-    given.folder.mkdir(parents=True, exist_ok=True)
-    TASKS[given.task](given.folder, random.Random(0))
+    try:
+        TASKS[given.task](given.folder, random.Random(0))
+    except ImportError as error:
+        raise SystemExit(f"error: {error}") from error

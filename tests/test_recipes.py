@@ -1,10 +1,12 @@
 """Every recipe of configs/ for the built-in task learns it: a short part of each, in one process."""
 
 import importlib
+import importlib.metadata
 import json
 import re
 import runpy
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -44,11 +46,9 @@ def test_make_recipes_makes_the_models_first(monkeypatch: pytest.MonkeyPatch, tm
     recipes = importlib.import_module("recipes")
     assert set(recipes.recipe_names()) == {path.stem for path in (ROOT / "configs").glob("*.yaml")} - {"gsm8k_8gpu"}
     for name in WARMED_UP:
-        scripts = [command[1] for command in recipes.commands_before(name)]
+        scripts = [command[1] for command in recipes.commands_before(name) if command[0] == "python"]
         assert scripts == ["examples/small_models.py", "scripts/train_sft.py"]
     assert recipes.commands_before("grpo") == []
-    monkeypatch.setattr(recipes, "text_of", lambda _: "#   pip install no_such_package 'torch[cpu]'\n#   make it\n")
-    assert recipes.missing_packages("made up") == ["no_such_package"]
     ran: list[list[str]] = []
     monkeypatch.setattr(recipes, "run_program", lambda command, **_: ran.append(command))
     monkeypatch.setattr(recipes, "ROOT", tmp_path)
@@ -59,6 +59,36 @@ def test_make_recipes_makes_the_models_first(monkeypatch: pytest.MonkeyPatch, tm
     (tmp_path / "runs" / "it" / "model").mkdir(parents=True)
     recipes.make_model("it")
     assert len(ran) == 1
+
+
+def test_make_recipes_leaves_out_what_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    recipes = importlib.import_module("recipes")
+    with monkeypatch.context() as patched:
+        patched.setattr(recipes, "text_of", lambda _: "#   pip install no_such_package 'torch[cpu]'\n#   make it\n")
+        assert recipes.missing_packages("made up") == ["no_such_package"]
+    requires = importlib.metadata.requires
+
+    def without_gym(name: str) -> list[str] | None:
+        if name in ("reasoning-gym", "aiohttp"):
+            raise importlib.metadata.PackageNotFoundError(name)
+        return requires(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", without_gym)
+    left_out = {name: recipes.missing_packages(name) for name in recipes.recipe_names()}
+    of_gym = {name for name, missing in left_out.items() if "lightrl[reasoning-gym]" in missing}
+    assert of_gym == {*WARMED_UP, "smollm2"} - {"calculator"}
+    assert "lightrl[serve]" in left_out["openai_agent"]
+    assert not any(left_out[name] for name in [*RECIPES, "calculator", "guessing_game", "ppo"])
+
+
+@pytest.mark.parametrize("task", ["calculator", "lcm"])
+def test_only_tasks_of_reasoning_gym_need_it(task: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    monkeypatch.setattr(sys, "argv", ["small_models.py", task, str(tmp_path / task)])
+    with torch.random.fork_rng(), nullcontext() if task == "calculator" else pytest.raises(SystemExit, match="lightrl"):
+        runpy.run_path(str(ROOT / "examples" / "small_models.py"), run_name="__main__")
+    assert (tmp_path / task).exists() == (task == "calculator")
 
 
 @pytest.mark.slow
