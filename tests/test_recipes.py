@@ -142,6 +142,7 @@ def test_a_recipe_of_another_task_runs(recipe: str, tmp_path: Path, monkeypatch:
 def test_the_other_recipes_run(recipe: str, script: str, tmp_path: Path) -> None:
     options = ["--config", str(ROOT / "configs" / f"{recipe}.yaml"), "--output_dir", str(tmp_path / "run")]
     options += ["--max_steps", "2", "--eval.every", "0", "--strategy", "single"]
-    run_program([sys.executable, str(ROOT / "scripts" / script), *options], timeout_s=240, cwd=ROOT)
+    output = run_program([sys.executable, str(ROOT / "scripts" / script), *options], timeout_s=240, cwd=ROOT)
+    assert "--health." not in output
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
