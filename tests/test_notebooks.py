@@ -27,6 +27,10 @@ def test_a_notebook_runs(notebook: Path, tmp_path: Path) -> None:
     program = tmp_path / f"{notebook.stem}.py"
     program.write_text("\n\n".join("".join(cell["source"]) for cell in code))
     run_program([sys.executable, str(program)], timeout_s=200, cwd=tmp_path)
+    if (metrics := tmp_path / "run" / "metrics.jsonl").exists():
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+        assert rows[0]["eval/accuracy"] < 0.4
+        assert rows[-1]["eval/accuracy"] > 0.7
 
 
 def test_there_are_two() -> None:
