@@ -313,7 +313,10 @@ def _load_from_file(path: Path, function_name: str) -> object:
 def _own_rewards(config: RolloutConfig, own: OwnRewards) -> list[WeightedReward]:
     if config.reward_args:
         raise ValueError("--reward_args are given, but the reward is an object of your own: give it parameters.")
-    rewards = list(own) if isinstance(own, Sequence) else [own]
+    rewards = list(own) if isinstance(own, Sequence) and not isinstance(own, str) else [own]
+    for name in rewards:
+        if isinstance(name, str):
+            raise ValueError(f"The reward {name!r} is a name, which belongs in the config: reward=({name!r},).")
     if not rewards:
         raise ValueError("The list of rewards is empty. Give one, such as exact_match.")
     return [WeightedReward(label=_label(reward_name(reward)), weight=1.0, reward=reward) for reward in rewards]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from reward_samples import answered
@@ -166,6 +166,11 @@ def test_a_list_of_ones_own_is_added_up() -> None:
         RewardSet.from_config(GRPOConfig(), [])
     with pytest.raises(ValueError, match="two rewards named 'half'"):
         RewardSet.from_config(GRPOConfig(), [half, half])
+    for own in ("exact_match", [half, "exact_match"]):
+        with pytest.raises(
+            ValueError, match=r"'exact_match' is a name, which belongs in the config: reward=\('exact_m"
+        ):
+            RewardSet.from_config(GRPOConfig(), cast(Any, own))
 
 
 def test_a_file_without_a_function_lists_its_functions(tmp_path: Path) -> None:
