@@ -388,8 +388,9 @@ def _describe_bad_ids(name: str, ids: tuple[int, ...], stop_ids: Sequence[int], 
 
 
 def _describe_unknown_adapter(name: str, adapter: str, known: Sequence[str]) -> str:
-    hint = "" if len(known) > 1 else " Others need --lora.rank or --lora.path, and --lora.engine unmerged."
-    return f"{name} asks for adapter {adapter!r}. This engine has {', '.join(known)}.{hint}"
+    needed = "--lora.rank or --lora.path, --lora.engine unmerged, and their folders in --lora.others"
+    hint = f"Add it by --lora.others {adapter}=FOLDER." if len(known) > 1 else f"Others need {needed}."
+    return f"{name} asks for adapter {adapter!r}. This engine has {', '.join(known)}. {hint}"
 
 
 def _describe_too_long(name: str, length: int, max_new_tokens: int, max_model_len: int) -> str:
