@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import keyword
 import os
@@ -23,6 +24,7 @@ ConfigT = TypeVar("ConfigT")
 _HELP_ALL = {"--help-all", "--help_all"}
 _HELP = {"-h", "--help"} | _HELP_ALL
 _LIKE_A_FLAG = re.compile(r"--|-[^\W\d_]")  # but not -1 or "- item"
+_LONG = 300  # characters of a hint: the names of all options are more than anybody reads
 _DEEPEST = 8  # sections in a section; a mapping that holds itself would be read forever
 
 
@@ -147,7 +149,7 @@ def _yaml_flags(config_class: type[Any], path: str) -> list[str]:
             raise ValueError(f"--config {path}: {name} is given twice, on its own and in a section. Keep one.")
         given.add(name)
         if name not in types:
-            hint = reason_against(name, types) or nearest_name(name, set(types))
+            hint = reason_against(name, types) or _nearest_option(name, set(types))
             raise ValueError(f"--config {path}: unknown option {name!r}. {hint}")
         _check_value(name, value, types[name], path)
         if name == "config":
@@ -156,6 +158,15 @@ def _yaml_flags(config_class: type[Any], path: str) -> list[str]:
         values = [str(part) for part in (value if isinstance(value, list) else [value])]
         flags += [f"--{name}={values[0]}", *values[1:]] if values else [f"--{name}"]
     return flags
+
+
+def _nearest_option(name: str, known: set[str]) -> str:
+    """Returns a hint with the nearest options; of a section that this kind of run lacks, none is near."""
+    owner, dot, _ = name.partition(".")
+    if dot and not difflib.get_close_matches(owner, {option.partition(".")[0] for option in known}):
+        return f"This program has no section {owner!r}. Leave it out; --help lists what there is."
+    hint = nearest_name(name, known)
+    return hint if len(hint) < _LONG else "--help lists all options."
 
 
 def _check_value(name: str, value: Any, hint: Any, path: str) -> None:

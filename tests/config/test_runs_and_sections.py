@@ -196,6 +196,9 @@ def test_the_first_of_several_values_may_begin_with_dashes(tmp_path: Path, stop:
     ("content", "text"),
     [
         ("fsdp:\n  cpu_offlod: true\n", "unknown option 'fsdp.cpu_offlod'. Did you mean fsdp.cpu_offload"),
+        ("algoritm:\n  loss: gspo\n", "unknown option 'algoritm.loss'. Did you mean algorithm.loss"),
+        ("critics:\n  value_clip: 1\n", "unknown option 'critics.value_clip'. This program has no section 'critics'."),
+        ("quux: 1\n", "unknown option 'quux'. --help lists all options."),
         ("- a\n- b\n", "must hold `option: value` lines, not a list"),
         ("lr: [1\n", "is not valid YAML"),
         ("lr: fast\n", "Error parsing --lr"),
