@@ -105,7 +105,7 @@ def test_a_recipe_learns_the_task(recipe: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.long
 def test_a_game_of_several_turns_is_learned(tmp_path: Path) -> None:
-    """The whole recipe rises above 0.8; a third of it must rise clearly, on a seed of its own."""
+    """The whole recipe rises to 0.7 or more; a third of it must rise clearly."""
     command = [sys.executable, str(ROOT / "scripts" / "train_grpo.py"), "--strategy", "single"]
     options = ["--config", str(ROOT / "configs" / "guessing_game.yaml"), "--max_steps", "45", "--eval.every", "0"]
     run_program([*command, *options, "--output_dir", str(tmp_path / "run")], timeout_s=240, cwd=ROOT)
