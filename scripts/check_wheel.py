@@ -10,7 +10,7 @@ import zipfile
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "lightrl"
-DATA_FILES = ("py.typed", "report/page.html", "report/page.css", "report/page.js")
+DATA_FILES = ("py.typed", "engines/native/kernels.c", "report/page.html", "report/page.css", "report/page.js")
 
 
 def source_files(package: Path) -> set[str]:
