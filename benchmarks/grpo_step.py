@@ -13,6 +13,7 @@ tail: a random model of 0.8 million parameters with a vocabulary of 64, 8 prompt
 layers of "equal". The settings are in trl_side.py. A step lasts from its start to the start of the next; the first is
 not counted. For lightrl it includes the weight sync to the engine, and the metrics and samples files. "whole" is
 lightrl with --share_prompts False; by default it computes prompts once on a CPU, for which TRL has no counterpart.
+"kernels" is lightrl with --native.cpu_kernels True, which needs a C compiler.
 Memory is the peak of the process and, at its end, the PSS and the anonymous part, which leaves out mapped files, whose
 pages ranks share. Most of the peak of a small run is libraries.
 """
@@ -105,8 +106,10 @@ def score(text: str, answer: str) -> float:
     return sum(word[-1] in "02468" for word in words) / max(1, len(words))
 
 
-def run_lightrl(task: Task, num_steps: int, folder: Path, *, shares: bool = True) -> dict[str, Any]:
-    from lightrl.config import CheckpointConfig, EvalConfig, GRPOConfig
+def run_lightrl(
+    task: Task, num_steps: int, folder: Path, *, shares: bool = True, kernels: bool = False
+) -> dict[str, Any]:
+    from lightrl.config import CheckpointConfig, EvalConfig, GRPOConfig, NativeEngineConfig
     from lightrl.sharing.model import share_by_itself
     from lightrl.trainers.grpo import GRPOTrainer
 
@@ -132,6 +135,7 @@ def run_lightrl(task: Task, num_steps: int, folder: Path, *, shares: bool = True
         eval=EvalConfig(every=0),
         checkpoint=CheckpointConfig(every=0),
         share_prompts="auto" if shares else False,
+        native=NativeEngineConfig(cpu_kernels=kernels),
     )
     trainer = Timed(config, reward=lambda sample: score(sample.text, sample.prompt.answer))
     if shares:
@@ -182,6 +186,7 @@ def run_trl(task: Task, num_steps: int, _: Path) -> dict[str, Any]:
 SYSTEMS: dict[str, Callable[[Task, int, Path], dict[str, Any]]] = {
     "lightrl": run_lightrl,
     "whole": partial(run_lightrl, shares=False),
+    "kernels": partial(run_lightrl, kernels=True),
     "trl": run_trl,
 }
 
@@ -254,7 +259,7 @@ def main() -> None:
             )
     setting = f"{args.ranks} rank(s) x {args.threads} thread(s), {args.rounds} rounds of {args.steps} steps"
     print(f"{args.task}, {setting}, TRL {trl_version}")
-    for system in ("lightrl", "whole"):
+    for system in ("lightrl", "whole", "kernels"):
         time_, cpu, peak, own = (
             statistics.median(
                 theirs[unit] / ours[unit] for ours, theirs in zip(found[system], found["trl"], strict=True)

@@ -1,6 +1,6 @@
 """Compiles a C file of the package for the processor that it runs on, and loads it.
 
-It takes half a second, so nothing is kept: a library from another machine could have instructions that this one lacks.
+It takes about a second, so nothing is kept: a library from another machine could have instructions that this one lacks.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def compiled(source: Path, constants: Mapping[str, int]) -> ctypes.CDLL:
     command = [*find_compiler(), *_FLAGS, *(f"-D{name}={int(value)}" for name, value in constants.items())]
     try:
         return _load([*command, "-fopenmp"], source)
-    except RuntimeError:
+    except RuntimeError as error:
         library = _load(command, source)
-        logger.warning("%s has no OpenMP: the kernels use one thread.", command[0])
+        logger.warning("The kernels use one thread: %s", error)
         return library
 
 
 def _load(command: list[str], source: Path) -> ctypes.CDLL:
-    with tempfile.TemporaryDirectory(prefix="lightrl-c-") as folder:
+    with tempfile.TemporaryDirectory(prefix="lightrl-c-", ignore_cleanup_errors=True) as folder:
         library = Path(folder) / f"{source.stem}.so"
         _run([*command, "-shared", "-fPIC", "-o", str(library), str(source), "-lm"])
         try:
@@ -52,7 +52,10 @@ def _load(command: list[str], source: Path) -> ctypes.CDLL:
 
 def find_compiler() -> list[str]:
     """Returns the command of the C compiler: $CC, or the first of gcc, clang and cc on the path."""
-    asked = shlex.split(os.environ.get("CC", ""))
+    try:
+        asked = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        raise RuntimeError(f"CC is {os.environ['CC']!r}, which is no command: {error}.") from error
     command = asked or [name for name in _COMPILERS if shutil.which(name)][:1]
     if not command or shutil.which(command[0]) is None:
         given = f"CC is {os.environ['CC']!r}, which is not on the path" if asked else "gcc, clang and cc are missing"

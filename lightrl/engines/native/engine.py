@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -51,6 +51,8 @@ from lightrl.records import EncodedPrompt
 from lightrl.seeding import uniform_array
 
 logger = logging.getLogger(__name__)
+
+Draw: TypeAlias = Callable[[Tensor, Tensor, SamplingPlan], tuple[Tensor, Tensor]]
 
 _NUM_ROWS = 128  # of a matrix that is transposed at a time, to fit into a core's second cache
 _GAP = 16  # elements between rows, so that the values of a column do not collide in the cache
@@ -129,7 +131,7 @@ class NativeEngine(InferenceEngine):
     sleep_levels: tuple[int, ...] = (1, 2)
     wake_hint = "--native.max_num_seqs"
     make_runner = ModelRunner
-    draw = staticmethod(sample)
+    draw: Draw = staticmethod(sample)
 
     def __init__(
         self,
@@ -188,6 +190,10 @@ class NativeEngine(InferenceEngine):
     def num_prefill_tokens(self) -> int:
         """The number of prompt tokens run so far; samples of one prompt share them."""
         return self._runner.prefill_tokens
+
+    def draw_with(self, draw: Draw) -> None:
+        """Draws tokens with another function than sampler.sample()."""
+        self.draw = draw
 
     # ---- Requests ----------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,6 @@ _FAMILIES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausal
 _FIXED_ROPES = frozenset({"default", "linear", "llama3", "yarn", FIXED})
 
 Forward: TypeAlias = Launched | ModuleForward | OwnCacheForward
-Replacement = TypeVar("Replacement", bound=Launched)
 SampleState: TypeAlias = RowCache | SampleCaches  # the kind that the current forward uses
 
 
@@ -68,19 +67,22 @@ class ModelRunner:
         """Whether the fused forward is used, because it was found to compute the same as the model."""
         return self._verified is not None and self._verified is self._fused
 
-    def replace_fused(self, make: Callable[[FusedForward], Replacement]) -> Replacement:
+    @property
+    def forward_in_use(self) -> Forward | None:
+        """The forward that was found to compute the same as the model; None before the comparison."""
+        return self._verified
+
+    def replace_fused(self, make: Callable[[FusedForward], Launched]) -> None:
         """Uses the result of make() in place of the fused forward, once it was found to compute the same as the model.
 
-        Returns the result. Raises ValueError if the model has no fused forward.
+        Raises ValueError if the model has no fused forward.
         """
         if not isinstance(self._fused, FusedForward):
             raise ValueError(
                 f"--native.cpu_kernels True does not support {type(self.model).__name__}: only Llama, Mistral, Qwen2 "
                 "and Qwen3 with standard parts. Leave it out."
             )
-        made = make(self._fused)
-        self._fused, self._verified = made, None
-        return made
+        self._fused, self._verified = make(self._fused), None
 
     def refresh(self) -> None:
         """Updates what is derived from the weights; call it after they changed."""

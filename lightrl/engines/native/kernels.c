@@ -286,7 +286,7 @@ void draw(long rows, long vocab, const element *logits, const double *uniforms, 
         }
         double left = uniforms[row] * total;
         while (block + 1 < num_blocks && left >= sums[block]) left -= sums[block++];
-        while (block > 0 && sums[block] == 0) block--; /* behind the last weight, by rounding */
+        for (; block > 0 && sums[block] == 0; block--) left = INFINITY; /* behind the last weight, by rounding */
         long first = block * BLOCK, count = vocab - first < BLOCK ? vocab - first : BLOCK, token = 0;
         weigh(own + first, count, top, weights);
         for (long i = 0; i < count && left >= 0; i++)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import math
+import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from transformers import PreTrainedModel
 from lightrl.c_library import compiled
 from lightrl.engines.native.cache import RowCache
 from lightrl.engines.native.engine import NativeEngine
-from lightrl.engines.native.forward import FusedForward, RMSNorm
+from lightrl.engines.native.forward import FusedForward, ModelRunner, RMSNorm
 from lightrl.engines.native.sampler import PLAIN, SamplingPlan, sample
 
 _SOURCE = Path(__file__).with_suffix(".c")
@@ -79,7 +81,10 @@ class KernelForward:
         weight = self._forward.body.embed_tokens.weight
         if plan is not PLAIN or logits.dtype != weight.dtype or not logits.is_contiguous():
             return sample(logits, uniforms, plan)
-        tokens, logprobs = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
+        tokens, logprobs = (
+            torch.empty(len(logits), dtype=torch.int64),
+            logits.new_empty(len(logits), dtype=torch.float32),
+        )
         results = (tokens.data_ptr(), logprobs.data_ptr())
         self._draw(*logits.shape, logits.data_ptr(), uniforms.data_ptr(), *results, torch.get_num_threads())
         return tokens, logprobs
@@ -103,7 +108,7 @@ class KernelForward:
         self._attend(
             len(out),
             forward.num_kv_heads,
-            cache.capacity,
+            storage.values.shape[2],
             positions.data_ptr(),
             projected.data_ptr(),
             *weights,
@@ -156,12 +161,15 @@ def _queries_together(group: int, num_parts: int, has_long_registers: bool) -> i
 def engine_with_kernels(make: Callable[..., NativeEngine], model: PreTrainedModel, **settings: Any) -> NativeEngine:
     """Makes an engine whose decode steps use the kernels; raises ValueError if they do not support the model."""
     engine = make(model, **settings)
-    runner = engine._runner
-    kernels = runner.replace_fused(KernelForward)
-
-    def draw(logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> tuple[Tensor, Tensor]:
-        return (kernels.draw if runner.uses_fused_forward else sample)(logits, uniforms, plan)
-
+    engine._runner.replace_fused(KernelForward)
     if engine.draw is sample:  # other engines also return what they excluded
-        engine.draw = draw
+        engine.draw_with(partial(_draw, weakref.ref(engine._runner)))  # weak, so that close() frees the model
     return engine
+
+
+def _draw(
+    reference: weakref.ref[ModelRunner], logits: Tensor, uniforms: Tensor, plan: SamplingPlan
+) -> tuple[Tensor, Tensor]:
+    runner = reference()
+    kernels = None if runner is None else runner.forward_in_use
+    return (kernels.draw if isinstance(kernels, KernelForward) else sample)(logits, uniforms, plan)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -16,7 +19,7 @@ from lightrl.config import StrategyOptions
 from lightrl.config.native import NativeEngineConfig
 from lightrl.engines.base import EngineGroup, SamplingParams
 from lightrl.engines.native.adapted import AdaptedForward
-from lightrl.engines.native.cache import RowCache
+from lightrl.engines.native.cache import LayerStorage, RowCache
 from lightrl.engines.native.engine import NativeEngine, build_native_engine
 from lightrl.engines.native.forward import FusedForward, RMSNorm
 from lightrl.engines.native.kernels import KernelForward, _queries_together, engine_with_kernels
@@ -223,6 +226,54 @@ def test_other_settings_are_left_to_the_sampler(tiny_model):
     plan = plan_sampling(asked, 61, CPU)
     for got, expected in zip(kernels.draw(logits, uniforms, plan), sample(logits, uniforms, plan), strict=True):
         assert_close(got, expected, atol=0, rtol=0)
+
+
+def test_the_type_of_new_tensors_makes_no_difference(tiny_model):
+    kernels = KernelForward(FusedForward(tiny_model("qwen3")))
+    logits, uniforms = torch.randn(5, 61), torch.rand(5, dtype=torch.float64)
+    expected = kernels.draw(logits, uniforms, PLAIN)
+    torch.set_default_dtype(torch.float64)
+    try:
+        got = kernels.draw(logits, uniforms, PLAIN)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_close(got, expected, atol=0, rtol=0)
+
+
+def test_close_frees_the_model(tiny_model):
+    model = tiny_model("qwen3")
+    engine = engine_with_kernels(NativeEngine, model, **SETTINGS)
+    engine.generate(PROMPTS, [SamplingParams(max_new_tokens=2)] * 3)
+    reference = weakref.ref(model)
+    del model
+    engine.close()
+    gc.collect()
+    assert reference() is None
+
+
+def test_layers_that_grew_before_others_failed_are_read_as_they_are(tiny_model, monkeypatch):
+    model = tiny_model("llama")
+    expected, _ = logits_and_cache(FusedForward(model), [5, 9], 3)
+    cache, resized, calls = RowCache, LayerStorage.resized, []
+
+    def fail_at_the_second(layer, rows, capacity):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+        return resized(layer, rows, capacity)
+
+    class Failing(cache):
+        def begin_decode(self, *args):
+            if not calls:
+                monkeypatch.setattr(LayerStorage, "resized", fail_at_the_second)
+                with pytest.raises(RuntimeError, match="out of memory"):
+                    self.reserve(2, 500, 2, 500)
+                assert self.layer(0).values.shape != self.layer(1).values.shape
+            super().begin_decode(*args)
+
+    monkeypatch.setattr(sys.modules[__name__], "RowCache", Failing)
+    got, _ = logits_and_cache(KernelForward(FusedForward(model)), [5, 9], 3)
+    assert_close(got, expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
 
 
 def build(source, **options):
