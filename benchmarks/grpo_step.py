@@ -21,11 +21,13 @@ pages ranks share. Most of the peak of a small run is libraries.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import itertools
 import json
 import os
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -120,8 +122,9 @@ def run_lightrl(
             clock.start_step()
             return super().step()
 
-    data = folder / f"data{os.environ.get('RANK', 0)}.jsonl"
-    data.write_text("".join(json.dumps(record) + "\n" for record in task.records))
+    written, data = folder / "data.jsonl", shared_folder() / "data.jsonl"
+    written.write_text("".join(json.dumps(record) + "\n" for record in task.records))
+    shutil.move(written, data)
     config = GRPOConfig(
         strategy="ddp" if num_ranks() > 1 else "single",
         model=task.model,
@@ -195,8 +198,22 @@ def run_child(system: str, task: str, num_steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         made = make_task(task, folder / "model")
+        if task in RANDOM:
+            made = made._replace(model=share(folder / "model"))
         result = SYSTEMS[system](made, num_steps, folder)
     return {**result, **memory()}
+
+
+def shared_folder() -> Path:
+    """Returns a folder that all ranks see under one path, as their options must be equal."""
+    return Path(os.environ[OUTPUT]).parent
+
+
+def share(model: Path) -> str:
+    """Moves a model into the shared folder, unless another rank was faster."""
+    with contextlib.suppress(OSError):  # the folder is there and not empty
+        model.rename(shared_folder() / "model")
+    return str(shared_folder() / "model")
 
 
 def memory() -> dict[str, float]:
