@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from lightrl.c_library import find_compiler
 from lightrl.config.options import option
 
 
@@ -29,7 +30,7 @@ class NativeEngineConfig:
 
 
 def check_cpu_kernels(config: Any) -> None:
-    """Raises ValueError for an option whose engine does not use the kernels."""
+    """Raises ValueError for an option whose engine does not use the kernels, or if nothing can compile them."""
     reasons = (
         (f"engine {config.engine}", config.engine != "native", "only the native engine has them"),
         ("native.lookup", config.native.lookup > 0, "the engine that guesses runs several tokens of a row at a time"),
@@ -39,3 +40,7 @@ def check_cpu_kernels(config: Any) -> None:
     for name, is_refused, reason in reasons:
         if is_refused:
             raise ValueError(f"--native.cpu_kernels does not go with --{name}: {reason}. Leave one of them out.")
+    try:
+        find_compiler()
+    except RuntimeError as error:
+        raise ValueError(f"--native.cpu_kernels True: {error}") from error
