@@ -53,7 +53,7 @@ class BasicConfig:
     """How the model is spread over ranks: single, ddp, fsdp, deepspeed, megatron, or your own class as
     package.module:MyStrategy. auto: single in one process, else fsdp."""
     train_data: str = BUILTIN_MODEL
-    """Training data: a .jsonl, .json, .parquet, .csv or .tsv file, a pattern such as 'part-*.jsonl', hf:NAME[:SPLIT],
+    """Training data: a .jsonl, .json, .parquet, .csv or .tsv file, a pattern like '*.jsonl', hf:NAME[/CONFIG][:SPLIT],
     a data set's folder, reasoning_gym:TASK, or builtin:addition. A sum such as 'a.jsonl + b.jsonl*2' mixes several."""
     eval_data: str = option("", resume="free")
     """Data for evaluation, in the form of train_data. Empty: the held-out part of builtin:addition if that is the
@@ -403,7 +403,7 @@ class SFTConfig(OfflineConfig):
     """Train a language model on responses."""
 
     train_data: str = "builtin:addition-answers"
-    """Training data: a .jsonl, .json, .parquet, .csv or .tsv file, a pattern such as 'part-*.jsonl', hf:NAME[:SPLIT],
+    """Training data: a .jsonl, .json, .parquet, .csv or .tsv file, a pattern like '*.jsonl', hf:NAME[/CONFIG][:SPLIT],
     a data set's folder, or builtin:addition-answers. A line has a prompt and a response, or messages."""
     data: ResponseDataConfig = section(ResponseDataConfig)
 
@@ -413,7 +413,7 @@ class PairConfig(OfflineConfig):
     """What a trainer needs that learns from pairs of answers."""
 
     train_data: str = "builtin:addition-pairs"
-    """Training data: a .jsonl, .json, .parquet, .csv or .tsv file, a pattern such as 'part-*.jsonl', hf:NAME[:SPLIT],
+    """Training data: a .jsonl, .json, .parquet, .csv or .tsv file, a pattern like '*.jsonl', hf:NAME[/CONFIG][:SPLIT],
     a data set's folder, or builtin:addition-pairs. A line has a prompt, a chosen and a rejected answer, or 2 chats."""
     data: PairDataConfig = section(PairDataConfig)
 
