@@ -24,7 +24,7 @@ from lightrl.engines.native.engine import NativeEngine, build_native_engine
 from lightrl.engines.native.forward import FusedForward, RMSNorm
 from lightrl.engines.native.kernels import KernelForward, _queries_together, engine_with_kernels
 from lightrl.engines.native.lent import LentEngine
-from lightrl.engines.native.row_adapters import ChosenAdapters
+from lightrl.engines.native.row_adapters import NO_ADAPTER, ChosenAdapters, MixedRows
 from lightrl.engines.native.sampler import PLAIN, SAMPLING, plan_sampling, sample
 from lightrl.engines.weights.adapters import Factors
 
@@ -293,26 +293,31 @@ def test_they_go_with_weights_of_the_trainer(tiny_model):
     assert engine._runner.uses_fused_forward
 
 
-def test_they_go_with_adapters(tiny_model):
-    generator = torch.Generator().manual_seed(3)
-
-    def make():
+@pytest.mark.parametrize("rows", [0, MixedRows(np.array([NO_ADAPTER, 0]), CPU)])
+def test_they_go_with_adapters(rows, tiny_model):
+    def logits(wrap):
         model, chosen = tiny_model("qwen3"), ChosenAdapters()
-        generator.manual_seed(3)
+        generator = torch.Generator().manual_seed(3)
         for layer in model.modules():
             if isinstance(layer, nn.Linear):
-                down, up = ((2, layer.in_features), (layer.out_features, 2))
-                pair = (torch.randn(shape, generator=generator) for shape in (down, up))
-                layer.adapter_factors = {0: Factors(*pair)}
-        forward = AdaptedForward(model, chosen)
-        forward.refresh()
-        chosen.rows = 0
-        return forward
+                shapes = ((2, layer.in_features), (layer.out_features, 2))
+                layer.adapter_factors = {0: Factors(*(torch.randn(shape, generator=generator) for shape in shapes))}
+        adapted = AdaptedForward(model, chosen)
+        adapted.refresh()
+        forward, chosen.rows = wrap(adapted), 0  # of the prompts
+
+        class Switching:
+            prefill = forward.prefill
+
+            def decode(self, *arguments):
+                chosen.rows = rows
+                return forward.decode(*arguments)
+
+        return logits_and_cache(Switching(), [3, 20], 2)[0]
 
     base, _ = logits_and_cache(FusedForward(tiny_model("qwen3")), [3, 20], 2)
-    expected, _ = logits_and_cache(make(), [3, 20], 2)
-    got, _ = logits_and_cache(KernelForward(make()), [3, 20], 2)
-    assert_close(got, expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
+    expected = logits(lambda forward: forward)
+    assert_close(logits(KernelForward), expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
     assert not torch.allclose(base, expected)
 
 
