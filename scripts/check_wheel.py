@@ -10,7 +10,14 @@ import zipfile
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "lightrl"
-DATA_FILES = ("py.typed", "engines/native/kernels.c", "report/page.html", "report/page.css", "report/page.js")
+DATA_FILES = (
+    "py.typed",
+    "engines/native/kernels.c",
+    "engines/native/amx.c",
+    "report/page.html",
+    "report/page.css",
+    "report/page.js",
+)
 
 
 def source_files(package: Path) -> set[str]:

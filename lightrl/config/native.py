@@ -25,8 +25,8 @@ class NativeEngineConfig:
     """Let the engine read the trainer's own weights: they are in memory once, and a weight sync copies nothing.
     Strategies single and ddp in float32, without LoRA."""
     cpu_kernels: bool = False
-    """On a CPU, compute what is not a matrix product with C code that is compiled at the start, which takes a second.
-    Needs a C compiler. For Llama, Mistral, Qwen2 and Qwen3."""
+    """On a CPU, compute what is not a matrix product with C code that is compiled at the start, which takes a second;
+    with AMX also the products of bfloat16 weights. Needs a C compiler. For Llama, Mistral, Qwen2 and Qwen3."""
 
 
 def check_cpu_kernels(config: Any) -> None:

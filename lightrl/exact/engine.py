@@ -87,7 +87,7 @@ class ExactForward(FusedForward):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         self.score = self._score  # whether the head's weight is packed or not
-        for part in self._parts:
+        for part in self.parts():
             if isinstance(part, RMSNorm):
                 part.by_parts = False
                 part.refresh()

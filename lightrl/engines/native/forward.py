@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from lightrl.engines.native.cache import RowCache, round_up
 from lightrl.engines.native.modules import ModuleForward
 from lightrl.engines.native.own_cache import OwnCacheForward, SampleCaches, find_forward
-from lightrl.engines.native.products import FusedLinear, PackedHead, fused_linear, is_worth_packing
+from lightrl.engines.native.products import FusedLinear, PackedHead, PackedWeight, fused_linear, is_worth_packing
 from lightrl.engines.native.replay import Launched, ReplayedForward
 from lightrl.models.fixed_rope import FIXED
 from lightrl.models.multimodal import FAMILIES
@@ -287,18 +287,27 @@ class FusedForward:
         self.scaling: float = attention.scaling
         self.last_norm = RMSNorm([self.body.norm.weight], config.rms_norm_eps)
         self.layers = [self._read_layer(index, layer, config) for index, layer in enumerate(self.body.layers)]
-        self._parts: list[Any] = [self.last_norm, *(part for layer in self.layers for part in layer.parts())]
-        self.score: Callable[[Tensor], Tensor] = self._head
-        if is_worth_packing(self._head.weight):
-            self.score = PackedHead(self._head)
-            self._parts.append(self.score)
+        packs_head = is_worth_packing(self._head.weight)
+        self.score: Callable[[Tensor], Tensor] = PackedHead(self._head) if packs_head else self._head
         self._rope = torch.empty(0, 2, self.dim)
         self._windows = {layer.window for layer in self.layers}
 
     def refresh(self) -> None:
         """Updates what is derived from the parameters."""
-        for part in self._parts:
+        for part in self.parts():
             part.refresh()
+
+    def parts(self) -> list[Any]:
+        """Returns all that is derived from parameters."""
+        heads = [self.score] if isinstance(self.score, PackedHead) else []
+        return [self.last_norm, *heads, *(part for layer in self.layers for part in layer.parts())]
+
+    def pack_with(self, make: Callable[[], PackedWeight]) -> None:
+        """Packs all weights in another way, also those that would not be packed."""
+        for layer in self.layers:
+            layer.qkv, layer.output = layer.qkv.packed_as(make()), layer.output.packed_as(make())
+            layer.gate_up, layer.down = layer.gate_up.packed_as(make()), layer.down.packed_as(make())
+        self.score = PackedHead(self._head, make())
 
     def decode(self, tokens: Tensor, positions: Tensor, cache: RowCache, rope_deltas: Tensor | None = None) -> Tensor:
         """Returns logits [n, vocab] of tokens [n] at positions [n]; the decode phase must be begun."""
@@ -428,9 +437,8 @@ def is_supported(model: PreTrainedModel) -> bool:
     head: Any = model.get_output_embeddings()
     if model.config.hidden_act != "silu" or body.rotary_emb.rope_type not in _FIXED_ROPES:
         return False
-    if type(head) is not nn.Linear or head.bias is not None:
-        return False
-    return all(_has_plain_linears(layer) for layer in body.layers)
+    has_plain_head = type(head) is nn.Linear and head.bias is None
+    return has_plain_head and all(_has_plain_linears(layer) for layer in body.layers)
 
 
 def _has_plain_linears(layer: Any) -> bool:

@@ -208,6 +208,15 @@ INLINE void mix(long first, long stop, const float (*queries)[DIM], const elemen
             store(out + g * DIM + p * LANES, so_far.mixed[g][p] / so_far.total[g]);
 }
 
+#define LINE (64 / (long)sizeof(element)) /* numbers that are fetched together */
+#define NEAR (4 << 20) /* bytes that a second-level cache may hold */
+
+INLINE void fetch(const element *keys, const element *values, long stop, long capacity) {
+    for (long at = 0; at < stop; at += LINE)
+        for (int d = 0; d < DIM; d++) __builtin_prefetch(keys + d * capacity + at);
+    for (long at = 0; at < stop * DIM; at += LINE) __builtin_prefetch(values + at);
+}
+
 /* Writes the key and the value of each row's position, then attends with its queries to the positions so far.
 
    projected:  [rows, GROUP * kv_heads + 2 * kv_heads, DIM], queries before keys before values
@@ -219,6 +228,7 @@ void attend(long rows, long kv_heads, long capacity, const int64_t *positions, c
             const element *query_weight, const element *key_weight, float eps, const element *turns, float scaling,
             long window, element *keys, element *values, element *out, int threads) {
     const long heads = GROUP * kv_heads;
+    const int is_near = 2 * rows * kv_heads * capacity * DIM * (long)sizeof(element) <= NEAR;
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(dynamic, 8)
     for (long unit = 0; unit < rows * kv_heads; unit++) {
         long row = unit / kv_heads, head = unit % kv_heads, position = positions[row];
@@ -229,6 +239,8 @@ void attend(long rows, long kv_heads, long capacity, const int64_t *positions, c
         for (int d = 0; d < DIM; d++) store_one(own_keys + d * capacity + position, key[d]);
         memcpy(own_values + position * DIM, own + (heads + kv_heads + head) * DIM, DIM * sizeof(element));
         long first = window > 0 && position >= window ? position + 1 - window : 0;
+        if (!is_near && unit + 1 < rows * kv_heads) /* others are faster without */
+            fetch(own_keys + DIM * capacity, own_values + capacity * DIM, positions[(unit + 1) / kv_heads], capacity);
         for (long query = head * GROUP; query < (head + 1) * GROUP; query += TOGETHER) {
             for (int g = 0; g < TOGETHER; g++)
                 rotate(own + (query + g) * DIM, query_weight, eps, turn, scaling, queries[g]);

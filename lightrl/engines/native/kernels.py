@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from lightrl.c_library import compiled
+from lightrl.engines.native.amx import make_tiles
 from lightrl.engines.native.cache import RowCache
 from lightrl.engines.native.engine import NativeEngine
 from lightrl.engines.native.forward import FusedForward, ModelRunner, RMSNorm
@@ -50,6 +51,9 @@ class KernelForward:
         for name, arguments in _ARGUMENTS.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, None
+        tiles = make_tiles(forward.body.embed_tokens.weight)
+        if tiles is not None:
+            forward.pack_with(tiles)
         self._rms_norm, self._gated, self._attend, self._draw = (getattr(library, name) for name in _ARGUMENTS)
 
     def refresh(self) -> None:

@@ -42,6 +42,13 @@ class PackedWeight:
         result: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self._packed, bias, "none", [], "")
         return result
 
+    def add_product(self, hidden: Tensor, inputs: Tensor, weight: Tensor) -> bool:
+        """Adds inputs @ weight.T to hidden states in place; returns False if an ordinary product is as fast."""
+        product = self.product(inputs, weight)
+        if product is not None:
+            hidden.add_(product)
+        return product is not None
+
 
 @torch.no_grad()
 def pack(weight: Tensor) -> Tensor | None:
@@ -71,9 +78,9 @@ def _can_pack(dtype: torch.dtype) -> bool:
 class PackedHead:
     """The output head with a packed weight, [n, in] to [n, vocab]."""
 
-    def __init__(self, head: Any) -> None:
+    def __init__(self, head: Any, packed: PackedWeight | None = None) -> None:
         self._head = head
-        self._packed = PackedWeight()
+        self._packed = packed or PackedWeight()
 
     def __call__(self, hidden: Tensor) -> Tensor:
         packed = self._packed.product(hidden, self._head.weight)
@@ -100,6 +107,10 @@ class FusedLinear:
     def add_to(self, hidden: Tensor, inputs: Tensor) -> None:
         """Adds the product to hidden states [n, out] in place, without a bias."""
         hidden.addmm_(inputs, self.weight)
+
+    def packed_as(self, packed: PackedWeight) -> PackedLinear:
+        """Returns the same layers with this packed weight; use only the result from then on."""
+        return PackedLinear(self._layers, packed)
 
     def refresh(self) -> None:
         """Fuses again if the parameters got storage of their own, as by a move to another device and back."""
@@ -129,8 +140,8 @@ def _as_views(parameters: list[Tensor], whole: Tensor) -> Tensor:
 class PackedLinear(FusedLinear):
     """Linear layers of one input as one product, with a packed weight if that is faster."""
 
-    def __init__(self, layers: list[nn.Linear]) -> None:
-        self._packed = PackedWeight()
+    def __init__(self, layers: list[nn.Linear], packed: PackedWeight | None = None) -> None:
+        self._packed = packed or PackedWeight()
         super().__init__(layers)
 
     def __call__(self, inputs: Tensor) -> Tensor:
@@ -139,11 +150,12 @@ class PackedLinear(FusedLinear):
 
     def add_to(self, hidden: Tensor, inputs: Tensor) -> None:
         """Adds the product to hidden states [n, out] in place, without a bias."""
-        packed = self._packed.product(inputs, self.weight.t())
-        if packed is None:
+        if not self._packed.add_product(hidden, inputs, self.weight.t()):
             super().add_to(hidden, inputs)
-        else:
-            hidden.add_(packed)
+
+    def packed_as(self, packed: PackedWeight) -> PackedLinear:
+        """Returns the same layers with this packed weight; use only the result from then on."""
+        return type(self)(self._layers, packed)
 
     def refresh(self) -> None:
         """Drops the packed weight; call it after the parameters changed."""

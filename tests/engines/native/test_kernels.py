@@ -135,6 +135,10 @@ def test_any_shape_of_heads(dim, heads, kv_heads, hidden):
     assert_same(shaped_model(dim, heads, kv_heads, hidden), [5, 30, 90], num_steps=2)
 
 
+def test_a_cache_that_is_fetched_in_advance():
+    assert_same(shaped_model(64, 4, 4), [5, 600, 560, 40], num_steps=2)  # 5 MB, more than a second-level cache
+
+
 def test_threads_give_the_same_bits(tiny_model):
     forward, lengths = KernelForward(FusedForward(tiny_model("qwen3"))), [1, 30, 64, 90] * 8
     before = torch.get_num_threads()

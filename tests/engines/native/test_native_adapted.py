@@ -45,7 +45,7 @@ def test_what_is_copied_into_an_adapter_is_used_at_once() -> None:
 @torch.no_grad()
 def test_each_row_has_the_adapters_of_its_own_number_whatever_the_others_hold() -> None:
     layers, chosen = [nn.Linear(6, outputs) for outputs in (4, 2)], ChosenAdapters()
-    fused, inputs = AdaptedLinear(layers, chosen), torch.randn(4, 6)
+    fused, inputs = AdaptedLinear(layers, chosen=chosen), torch.randn(4, 6)
     policy, second = adapter(layers[0], 2), adapter(layers[0], 3, 2)
     third = adapter(layers[1], 1, 3)
     plain = fused(inputs)
