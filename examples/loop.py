@@ -24,14 +24,11 @@ from lightrl.rewards.text_match import exact_match
 from lightrl.seeding import mix_seed
 
 
-def main(num_steps: int, config: GRPOConfig) -> None:
+def main(config: GRPOConfig) -> None:
     # Ranks, model, optimizer. Every rank runs this program; the strategy decides where the weights are.
     strategy = create_strategy(config)
     strategy.setup_distributed()
     rank, world, size = strategy.comm.rank, strategy.comm.world, config.group_size
-    if strategy.comm.is_main:
-        builtin_model_path()  # one rank makes it
-    strategy.comm.barrier()
     path = str(builtin_model_path())
     strategy.tokenizer = load_tokenizer(path)
     model = load_policy(path, materialize=strategy.materializes_weights)
@@ -44,7 +41,7 @@ def main(num_steps: int, config: GRPOConfig) -> None:
     prompts = build_prompts(load_records(config.train_data), strategy.tokenizer, max_prompt_tokens=64)
     sampler = PromptSampler(len(prompts), config.num_prompts, config.seed)
 
-    for step in range(num_steps):
+    for step in range(config.max_steps):
         # Prompts: the batch of the step is the same for any number of ranks; each rank takes its part of it.
         batch = [(position, prompts[index]) for position, index in enumerate(sampler.next_batch())][rank::world]
 
@@ -113,7 +110,10 @@ def weights(batch: PackedBatch) -> TokenWeights:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"steps": 30, "num_prompts": 16, "group_size": 16, "seed": 0}.items():
+    for name, default in {"max_steps": 30, "num_prompts": 16, "group_size": 16, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    args = vars(parser.parse_args())
-    main(args.pop("steps"), GRPOConfig(**args))
+    try:
+        config = GRPOConfig(**vars(parser.parse_args()))
+    except ValueError as error:  # a number out of its range
+        parser.error(str(error))
+    main(config)

@@ -90,13 +90,10 @@ def padded(rows: list[tuple[tuple[int, ...], tuple[int, ...], float]]) -> dict[s
     return {**tensors, "rewards": torch.tensor([reward for _, _, reward in rows])}
 
 
-def main(num_steps: int, config: GRPOConfig) -> None:
+def main(config: GRPOConfig) -> None:
     strategy = create_strategy(config)
     strategy.setup_distributed()
     comm = strategy.comm
-    if comm.is_main:
-        builtin_model_path()  # one rank makes it
-    comm.barrier()
     path = str(builtin_model_path())
     strategy.tokenizer = load_tokenizer(path)
     policy = strategy.prepare_trained(load_policy(path, materialize=strategy.materializes_weights)).model
@@ -106,7 +103,7 @@ def main(num_steps: int, config: GRPOConfig) -> None:
     sampler = PromptSampler(len(prompts), config.num_prompts, config.seed)
     actor, rollout = ReinforceActor(strategy), ReMaxRollout(strategy, config)
 
-    for step in range(num_steps):
+    for step in range(config.max_steps):
         started = time.perf_counter()
         mine = [(position, prompts[index]) for position, index in enumerate(sampler.next_batch())]
         batch, rewards = rollout.batch(mine[comm.rank :: comm.world], step)
@@ -123,7 +120,10 @@ def main(num_steps: int, config: GRPOConfig) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"steps": 40, "num_prompts": 32, "group_size": 8, "seed": 0}.items():
+    for name, default in {"max_steps": 40, "num_prompts": 32, "group_size": 8, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    args = vars(parser.parse_args())
-    main(args.pop("steps"), GRPOConfig(**args))
+    try:
+        config = GRPOConfig(**vars(parser.parse_args()))
+    except ValueError as error:  # a number out of its range
+        parser.error(str(error))
+    main(config)

@@ -1,6 +1,6 @@
 """GRPO with AReaL's calls, without a trainer: torchrun --nproc_per_node 2 examples/rollouts.py"""
 
-import sys
+import argparse
 
 import torch
 
@@ -33,8 +33,7 @@ def loss(logits, data):
 def main(num_steps, config):
     strategy = create_strategy(config)
     strategy.setup_distributed()
-    path = str(builtin_model_path())
-    strategy.tokenizer = load_tokenizer(path)
+    strategy.tokenizer = load_tokenizer(path := str(builtin_model_path()))
     policy = strategy.prepare_trained(load_policy(path, materialize=strategy.materializes_weights)).model
     strategy.setup_inference_engine(config, config.engine, actor=policy)
     sizes = {"batch_size": config.num_prompts, "group_size": config.group_size, "max_new_tokens": 8}
@@ -55,4 +54,6 @@ def main(num_steps, config):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if sys.argv[1:] else 40, GRPOConfig())
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("steps", type=int, nargs="?", default=40)
+    main(parser.parse_args().steps, GRPOConfig())

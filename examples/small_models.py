@@ -163,5 +163,5 @@ if __name__ == "__main__":
     given = parser.parse_args()
     try:
         TASKS[given.task](given.folder, random.Random(0))
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         raise SystemExit(f"error: {error}") from error

@@ -48,8 +48,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="Folder to write the model to; it is created.")
     folder = parser.parse_args().folder
-    with tempfile.TemporaryDirectory() as downloads:
-        convert(fetch(Path(downloads)), folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)  # before the download, and because transformers ignores a failure
+        with tempfile.TemporaryDirectory() as downloads:
+            convert(fetch(Path(downloads)), folder)
+    except (ImportError, OSError, subprocess.CalledProcessError) as error:
+        raise SystemExit(f"error: {error}") from error
 
 
 if __name__ == "__main__":

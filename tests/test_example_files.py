@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightrl.builtin.model import tiny_model
 from lightrl.records import Prompt, Sample
@@ -15,6 +18,9 @@ from lightrl.testing import StrategyContract, run_spmd
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN = ROOT / "scripts" / "train_grpo.py"
+PROGRAMS = {  # each with arguments that it accepts
+    "custom_trainer": "", "loop": "", "remax": "", "rollouts": "3", "small_models": "lcm folder", "smollm2": "folder",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -29,6 +35,39 @@ def test_digit_reward_counts_characters_in_place(response: str, reward: float) -
     )  # fmt: skip
     digit_reward = load_reward(f"{ROOT}/examples/digit_reward.py:digit_reward")
     assert score(digit_reward, [sample]) == pytest.approx([reward], abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("example", "arguments", "code", "wanted"),
+    [
+        *((name, "--help", 0, name) for name in PROGRAMS),
+        *((name, f"{accepted} --nonsense", 2, "--nonsense") for name, accepted in PROGRAMS.items()),
+        ("custom_trainer", "--max_steps many", 2, "many"),
+        ("loop", "--num_prompts 0", 2, "error: --num_prompts is 0: it must be"),
+        ("loop", "--max_steps -1", 2, "error: --max_steps is -1: it must be"),
+        ("remax", "--group_size 0", 2, "error: --group_size is 0: it must be"),
+        ("rollouts", "many", 2, "error: argument steps: invalid int value: 'many'"),
+        ("small_models", "calculator file", 1, "error: [Errno 20] Not a directory"),
+        ("smollm2", "file", 1, "error: [Errno 17] File exists"),
+    ],
+)
+def test_an_example_explains_itself_and_a_mistake(
+    example: str, arguments: str, code: int, wanted: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "file").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [f"{example}.py", *arguments.split()])
+    with torch.random.fork_rng(), pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(ROOT / "examples" / f"{example}.py"), run_name="__main__")
+    said = capsys.readouterr()
+    text = f"{said.out}{said.err}"
+    if isinstance(ended.value.code, str):  # Python prints it and exits with 1
+        assert code == 1
+        text += ended.value.code
+    else:
+        assert ended.value.code in ((None, 0) if code == 0 else (code,))
+    assert wanted in text
 
 
 @pytest.mark.slow

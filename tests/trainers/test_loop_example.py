@@ -31,14 +31,14 @@ def test_the_first_step_has_the_numbers_of_train_grpo_on_one_rank_and_on_two(
     (wanted,) = metrics_of(tmp_path / "run")
     assert wanted["grad_norm"] > 0  # some group has unequal rewards
     for world_size in (1, 2):
-        step = steps_of(run_spmd(LOOP, "--steps", "1", *SIZES, world_size=world_size))[0]
+        step = steps_of(run_spmd(LOOP, "--max_steps", "1", *SIZES, world_size=world_size))[0]
         for name, value in step.items():
             assert value == pytest.approx(wanted[name], rel=1e-5, abs=1e-8), (world_size, name)
 
 
 @pytest.mark.slow
 def test_a_rank_may_have_no_prompt() -> None:
-    flags = ["--steps", "2", "--num_prompts", "1", "--group_size", "16", "--seed", "2"]
+    flags = ["--max_steps", "2", "--num_prompts", "1", "--group_size", "16", "--seed", "2"]
     one, two = (steps_of(run_spmd(LOOP, *flags, world_size=world_size)) for world_size in (1, 2))
     assert one[1]["grad_norm"] > 0
     assert two == [pytest.approx(step, rel=1e-5, abs=1e-7) for step in one]
@@ -46,7 +46,7 @@ def test_a_rank_may_have_no_prompt() -> None:
 
 @pytest.mark.slow
 def test_it_learns_the_built_in_task() -> None:
-    rewards = [step["reward/mean"] for step in steps_of(run_spmd(LOOP, "--steps", "30", world_size=1))]
+    rewards = [step["reward/mean"] for step in steps_of(run_spmd(LOOP, "--max_steps", "30", world_size=1))]
     assert sum(rewards[:2]) / 2 < 0.25
     assert sum(rewards[-5:]) / 5 > 0.45  # 0.65 to 0.7 on two kinds of CPU
 

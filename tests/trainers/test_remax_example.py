@@ -18,7 +18,7 @@ STEPS = 12
 def test_it_learns_on_one_rank_and_on_two() -> None:
     runs = []
     for world_size in (1, 2):
-        output = run_spmd(EXAMPLE, "--steps", str(STEPS), world_size=world_size)
+        output = run_spmd(EXAMPLE, "--max_steps", str(STEPS), world_size=world_size)
         rows = re.findall(r"step \d+ reward (\S+) loss (\S+) grad_norm (\S+)", output)
         runs.append([tuple(map(float, row)) for row in rows])
         rewards = [reward for reward, _, _ in runs[-1]]
