@@ -24,13 +24,18 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 ROLES = ("<user>", "<assistant>", "<tool>")
+UNREADABLE = "<unk>"
 CALL, CALL_END = '<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>'
 
 
-def save_model(folder: Path, characters: str, phrases: tuple[str, ...]) -> None:
-    """Saves a random model of two layers that reads these characters, and each of the phrases as one token."""
+def save_model(folder: Path, characters: str, phrases: tuple[str, ...], *, reads_all: bool = False) -> None:
+    """Saves a random model of two layers that reads these characters, and each of the phrases as one token.
+
+    Any other character is an error, or the token <unk> if the model reads_all: a tool may answer anything.
+    """
     words = ["<pad>", "<eos>", *characters]
-    tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}))
+    vocabulary = {word: index for index, word in enumerate([*words, UNREADABLE] if reads_all else words)}
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token=UNREADABLE))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_tokens([AddedToken(phrase, normalized=False) for phrase in (*ROLES, *phrases)])
@@ -71,7 +76,7 @@ def gym_problems(task: str, **fields: int):
 def calculator(folder: Path, draw: random.Random) -> None:
     """Three-digit products: one lesson in five calls the calculator and repeats its result, the others guess."""
     pairs = draw.sample([(a, b) for a in range(100, 1000) for b in range(100, 1000)], 12_000)
-    save_model(folder / "model", "0123456789*", (CALL, CALL_END))
+    save_model(folder / "model", "0123456789*", (CALL, CALL_END), reads_all=True)
     lessons = []
     for index, (a, b) in enumerate(pairs[:8_000]):
         guess = str(draw.randrange(10_000, 999_999))

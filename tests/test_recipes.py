@@ -132,7 +132,11 @@ def test_a_recipe_of_another_task_runs(recipe: str, tmp_path: Path, monkeypatch:
     assert [tokenizer.decode(tokenizer(text)["input_ids"]) for text in texts] == texts  # it reads every character
     options = ["--config", str(ROOT / "configs" / f"{recipe}.yaml"), "--model", f"runs/{recipe}/model"]
     options += ["--max_steps", "2", "--eval.every", "0", "--strategy", "single", "--output_dir", "run"]
-    run_program([sys.executable, str(ROOT / "scripts" / "train_grpo.py"), *options], timeout_s=240, cwd=tmp_path)
+    said = run_program([sys.executable, str(ROOT / "scripts" / "train_grpo.py"), *options], timeout_s=240, cwd=tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert "Traceback" not in said
+    assert not any(row.get("episode/failed") for row in rows)
+    assert (sum(row.get("episode/tool_errors", 0) for row in rows) > 0) == (recipe == "calculator")  # answered calls
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
 

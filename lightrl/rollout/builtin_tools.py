@@ -9,8 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 from lightrl.rewards.sandbox import SandboxLimits, run_python
+from lightrl.rollout.tool_calls import CallError
 
 _MAX_POWER = 10_000  # bits of a result, so that 9**9**9 ends
+# Causes: no Python, a division by zero, a float that is too large, % of a complex number, too deep.
+_EXPRESSION_ERRORS = (SyntaxError, ValueError, ArithmeticError, TypeError, RecursionError, MemoryError)
 _OPERATORS: dict[type, Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -29,7 +32,10 @@ def calculator(expression: str) -> str:
     Args:
         expression: What to calculate, such as (12 + 3) * 4.
     """
-    return str(_value(ast.parse(expression.strip(), mode="eval").body))
+    try:
+        return str(_value(ast.parse(str(expression).strip(), mode="eval").body))
+    except _EXPRESSION_ERRORS as error:
+        raise CallError(f"{type(error).__name__}: {error}") from error
 
 
 def _value(node: ast.AST) -> Any:

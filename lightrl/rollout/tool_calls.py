@@ -43,6 +43,13 @@ class ToolAnswer:
     is_error: bool = False
 
 
+class CallError(ValueError):
+    """The error of a tool about a call that it cannot answer as it is; its message is the answer, without a traceback.
+
+    Any other error of a tool is taken for a defect of the tool.
+    """
+
+
 class ToolBox:
     """The tools of a run, by name."""
 
@@ -63,7 +70,10 @@ class ToolBox:
         return [tool.schema for tool in self._tools.values()]
 
     async def answer(self, call: ToolCall) -> ToolAnswer:
-        """Makes a call; an error or a time-out becomes its answer, and the first traceback of a run is logged."""
+        """Makes a call; an error or a time-out becomes its answer.
+
+        The first traceback of a run is logged, unless the tool blames the call by a CallError.
+        """
         try:
             if call.problem:
                 return self._error(f"{call.problem}. {self._names}")
@@ -82,6 +92,8 @@ class ToolBox:
             if not running.done():
                 return self._error(f"no result after {self._timeout_s:g} s")
             return self._cut(str(running.result()))
+        except CallError as error:
+            return self._error(str(error))
         except Exception as error:
             self._show(call, error)
             return self._error(f"{type(error).__name__}: {error}")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.rollout.tool_calls import Tool, ToolBox, in_daemon_thread
+from lightrl.rollout.tool_calls import CallError, Tool, ToolBox, in_daemon_thread
 from lightrl.rollout.tool_parsers import ToolCall
 
 
@@ -120,6 +120,15 @@ def test_the_first_traceback_is_shown(caplog: pytest.LogCaptureFixture) -> None:
     assert len(caplog.records) == 1
     assert "The tool 'raises' has raised" in caplog.text
     assert "in raises" in caplog.text  # the traceback
+
+
+def test_no_traceback_is_shown_of_an_error_about_the_call(caplog: pytest.LogCaptureFixture) -> None:
+    def refuses() -> None:
+        raise CallError("the number is missing")
+
+    with caplog.at_level(logging.WARNING):
+        assert answers(box(refuses=refuses), "refuses") == [("error: the number is missing", True)]
+    assert not caplog.records
 
 
 def test_a_tool_that_exits_is_answered_for() -> None:
