@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
+from lightrl.config.evaluate import EvaluateConfig, left_out
 from lightrl.config.help import help_on, short_help, whole_help
 from lightrl.config.options import nearest_name, option_names, option_types
 from lightrl.config.peer_names import own_names
@@ -24,6 +25,7 @@ ConfigT = TypeVar("ConfigT")
 _HELP_ALL = {"--help-all", "--help_all"}
 _HELP = {"-h", "--help"} | _HELP_ALL
 _LIKE_A_FLAG = re.compile(r"--|-[^\W\d_]")  # but not -1 or "- item"
+_MOST_NOTED = 8  # options of a file that an evaluation leaves out
 _LONG = 300  # characters of a hint: the names of all options are more than anybody reads
 _DEEPEST = 8  # sections in a section; a mapping that holds itself would be read forever
 
@@ -143,11 +145,15 @@ def _yaml_flags(config_class: type[Any], path: str) -> list[str]:
     types = option_types(config_class)
     flags: list[str] = []
     given: set[str] = set()
-    for key, value in flatten(_read_yaml(path)):
-        name = _own_name(f"--{key}").removeprefix("--")
+    content = [(_own_name(f"--{key}").removeprefix("--"), value) for key, value in flatten(_read_yaml(path))]
+    unused = left_out(dict(content)) if issubclass(config_class, EvaluateConfig) else []
+    _note_unused(unused, path)
+    for name, value in content:
         if name in given:
             raise ValueError(f"--config {path}: {name} is given twice, on its own and in a section. Keep one.")
         given.add(name)
+        if name in unused:
+            continue
         if name not in types:
             hint = reason_against(name, types) or _nearest_option(name, set(types))
             raise ValueError(f"--config {path}: unknown option {name!r}. {hint}")
@@ -158,6 +164,13 @@ def _yaml_flags(config_class: type[Any], path: str) -> list[str]:
         values = [str(part) for part in (value if isinstance(value, list) else [value])]
         flags += [f"--{name}={values[0]}", *values[1:]] if values else [f"--{name}"]
     return flags
+
+
+def _note_unused(unused: Sequence[str], path: str) -> None:
+    if unused and os.environ.get("RANK", "0") == "0":
+        shown = ", ".join(unused[:_MOST_NOTED])
+        more = f" and {len(unused) - _MOST_NOTED} others" if len(unused) > _MOST_NOTED else ""
+        sys.stderr.write(f"note: --config {path} is of a training; the evaluation leaves out its {shown}{more}.\n")
 
 
 def _nearest_option(name: str, known: set[str]) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
-from lightrl.config.options import option, without
-from lightrl.config.runs import RolloutConfig
+from lightrl.config.options import option, option_types, without
+from lightrl.config.runs import GRPOConfig, PPOConfig, RolloutConfig
 from lightrl.config.strategy import CriticTrainingConfig
 
 OF_STEPS = (  # options that change how a trainer's steps come about, by their fields
@@ -18,6 +20,12 @@ OF_STEPS = (  # options that change how a trainer's steps come about, by their f
     "rollout.over_issue",
     "rollout.max_staleness",
     "rollout.filter",
+)
+_OF_EPISODES = ("workflow", "workflow_args", "max_turns", "max_context_tokens", "episode_timeout_s")
+_READ = {f"rollout.{name}" for name in _OF_EPISODES}
+_BESIDE = (  # beginnings of further options that a training's file loses: its folder, its services, its steps
+    *("output_dir", "resume", "hub.", "log.to", "profile", "ema_decay"),
+    *("top_p", "top_k", "num_minibatches", "micro_batch_size", "exact_tile_tokens", "routing.", "rollout."),
 )
 
 
@@ -36,3 +44,16 @@ class EvaluateConfig(RolloutConfig):
         for name in filter(lambda name: attrgetter(name)(self), OF_STEPS):
             raise ValueError(f"--{name.rstrip('_')} applies to training: an evaluation takes no steps. Leave it out.")
         self.train_data = self.eval_data or self.train_data
+
+
+def left_out(options: Mapping[str, Any]) -> list[str]:
+    """Returns the options of a YAML file that an evaluation leaves out; none unless the file is a training's.
+
+    It is if it has an option that only training has, such as those of the algorithm.
+    """
+    own, trained = option_types(EvaluateConfig), {**option_types(GRPOConfig), **option_types(PPOConfig)}
+    of_training = [
+        name for name, value in options.items() if (name in OF_STEPS and value) or (name in trained and name not in own)
+    ]
+    beside = [name for name in options if name.startswith(_BESIDE) and name not in {*_READ, *of_training}]
+    return [*of_training, *beside] if of_training else []

@@ -1,8 +1,10 @@
 """The options of an evaluation."""
 
+from pathlib import Path
+
 import pytest
 
-from lightrl.config import EvaluateConfig, parse_config
+from lightrl.config import EvaluateConfig, GRPOConfig, PPOConfig, WorkflowConfig, parse_config, to_yaml
 from lightrl.config.evaluate import OF_STEPS
 from lightrl.trainers.fit import _MAKERS
 
@@ -38,3 +40,39 @@ def test_what_changes_the_steps_of_a_training_is_refused(capsys: pytest.CaptureF
             parse_config(EvaluateConfig, words)
         told = capsys.readouterr().err.replace("\u2502", "").split()
         assert f"{words[0]} applies to training: an evaluation takes no steps. Leave it out." in " ".join(told)
+
+
+def test_of_the_file_of_a_training_only_what_evaluates_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rollout = WorkflowConfig(max_staleness=1, workflow="tools", max_turns=3)
+    options = {"model": "start", "output_dir": "runs/a", "num_prompts": 4, "num_minibatches": 2, "max_new_tokens": 64}
+    for config in (
+        GRPOConfig(**options, rollout=rollout),
+        PPOConfig(**options, reward=("math",), top_p=0.9),
+    ):
+        path = tmp_path / "config.yaml"
+        path.write_text(to_yaml(config))
+        read = parse_config(EvaluateConfig, ["--config", str(path), "--model", "runs/a/final", "--eval.n", "4"])
+        assert (read.model, read.max_new_tokens, read.reward, read.eval.n) == ("runs/a/final", 64, config.reward, 4)
+        assert (read.rollout.workflow, read.rollout.max_turns) == (config.rollout.workflow, config.rollout.max_turns)
+        assert (read.output_dir, read.rollout.max_staleness, read.top_p) == ("", 0, 1.0)
+        said = capsys.readouterr().err
+        assert f"note: --config {path} is of a training; the evaluation leaves out its " in said
+
+
+def test_an_option_that_no_program_has_is_refused_in_the_file_of_a_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("algorithm:\n  loss: ppo_clip\nmax_new_token: 8\n")
+    with pytest.raises(SystemExit, match="2"):
+        parse_config(EvaluateConfig, ["--config", str(path)])
+    assert "unknown option 'max_new_token'. Did you mean max_new_tokens" in capsys.readouterr().err
+
+
+def test_the_folder_in_a_file_of_an_evaluation_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "evaluate.yaml"
+    path.write_text("model: start\noutput_dir: here\n")
+    assert parse_config(EvaluateConfig, ["--config", str(path)]).output_dir == "here"
+    assert "note" not in capsys.readouterr().err
