@@ -26,7 +26,7 @@ from lightrl.trainers.offline import (
     ExampleLearner,
     Examples,
     describe_pairs,
-    load_policy_without_entropy,
+    load_policy,
     pair_weight,
     prepare_to_train,
 )
@@ -50,7 +50,7 @@ class DPOTrainer(Trainer):
         self.config, self.batches = self.examples.config, self.examples.describe()
         self.learner = ExampleLearner(self, self.examples, self.loss, pair_weight, self.pack)
         self.saved["sampler"] = self.examples.sampler
-        self.model = prepare_to_train(self.run, self.config, lambda: load_policy_without_entropy(self.run))
+        self.model = prepare_to_train(self.run, self.config, lambda: load_policy(self.run, self.examples))
         self.reference = prepare_reference(self.run, self.model)
         self.resume()
 

@@ -14,6 +14,7 @@ from lightrl.data.balance import assign_to_ranks
 from lightrl.data.example_packing import pack_examples, pair_positions
 from lightrl.data.examples import keep_fitting
 from lightrl.data.sampler import PromptSampler
+from lightrl.engines.base import eos_ids
 from lightrl.metrics import Statistics
 from lightrl.models.multimodal import MediaProcessor
 from lightrl.models.policy import Policy
@@ -38,8 +39,9 @@ class ExampleData:
         self._run = run
         config: OfflineConfig = run.config
         with run.strategy.comm.phase("set-up", local=True):
-            self.train, self.num_skipped = _keep_fitting(run, build(run.train_records))
-            evaluated, _ = _keep_fitting(run, build(run.eval_records))
+            self.ends: set[int] = set()  # the last tokens of the answers to learn from
+            self.train, self.num_skipped = _keep_fitting(run, build(run.train_records), self.ends)
+            evaluated, _ = _keep_fitting(run, build(run.eval_records), set())
         evaluated = evaluated[: config.eval.max_examples or None]
         self.evaluation = [replace(example, position=position) for position, example in enumerate(evaluated)]
         self.sampler = PromptSampler(len(self.train), config.batch_size, config.seed)
@@ -147,8 +149,8 @@ def _by_position(examples: Sequence[Example]) -> Examples:
     return {example.position: example for example in examples}
 
 
-def _keep_fitting(run: RunContext, examples: Sequence[Example]) -> tuple[Sequence[Example], int]:
-    """Returns the examples that fit into the model's context, and the number of those that do not."""
+def _keep_fitting(run: RunContext, examples: Sequence[Example], ends: set[int]) -> tuple[Sequence[Example], int]:
+    """Returns the examples that fit into the model's context, and the number of others; adds to the answers' ends."""
     config: OfflineConfig = run.config
     if config.data.max_tokens > run.context:
         raise ValueError(
@@ -161,6 +163,7 @@ def _keep_fitting(run: RunContext, examples: Sequence[Example]) -> tuple[Sequenc
     for example in fitting:  # read once, since streamed examples are made anew each time
         longest = example if longest is None or example.num_tokens > longest.num_tokens else longest
         longest_answer = max(longest_answer, *(answer.num_tokens for answer in example.answers))
+        ends.update(*(answer.response_ids[-1:] for answer in example.answers))
         if run.media is not None:
             _require_text_alone(run.media, example)
     run.longest_sequences.append(longest_answer)
@@ -184,11 +187,26 @@ def _require_text_alone(media: MediaProcessor, example: Example) -> None:
 # ---- Models and losses -----------------------------------------------------------------------------------------------
 
 
-def load_policy_without_entropy(run: RunContext) -> Policy:
-    """Loads the model that the run starts from, without entropy, since no loss of offline training reads it."""
+def load_policy(run: RunContext, examples: ExampleData) -> Policy:
+    """Loads the model that the run starts from, to learn from the examples and to stop where their answers end."""
     policy = load_start_policy(run)
-    policy.entropy = False
+    policy.entropy = False  # no loss of offline training reads it
+    _stop_at(examples.ends, run, policy)
     return policy
+
+
+def _stop_at(ends: set[int], run: RunContext, policy: Policy) -> None:
+    """Adds the last tokens of answers to the model's end tokens.
+
+    The chat template of many base models ends a turn by a token at which the model does not stop, since it has seen no
+    conversation yet. Trained on turns, it would write that token and go on.
+    """
+    known, added = eos_ids(policy.hf, run.tokenizer), run.tokenizer.added_tokens_decoder
+    new = sorted(token for token in ends.difference(known) if token in added and added[token].special)
+    if new:
+        policy.hf.generation_config.eos_token_id = sorted({*known, *new})
+        names = " or ".join(added[token].content for token in new)
+        run.strategy.print(f"Answers end with {names}, at which the trained model will stop (generation_config.json).")
 
 
 def prepare_to_train(run: RunContext, config: OfflineConfig, load: Callable[[], nn.Module]) -> nn.Module:

@@ -19,7 +19,7 @@ from lightrl.trainers.offline import (
     ExampleData,
     ExampleLearner,
     Examples,
-    load_policy_without_entropy,
+    load_policy,
     prepare_to_train,
 )
 from lightrl.trainers.run import RunContext
@@ -42,7 +42,7 @@ class SFTTrainer(Trainer):
         self.config, self.batches = self.examples.config, self.examples.describe()
         self.learner = ExampleLearner(self, self.examples, self.loss, self.weight)
         self.saved["sampler"] = self.examples.sampler
-        self.model = prepare_to_train(self.run, self.config, lambda: load_policy_without_entropy(self.run))
+        self.model = prepare_to_train(self.run, self.config, lambda: load_policy(self.run, self.examples))
         self.resume()
 
     def step(self) -> StepReport:

@@ -12,9 +12,11 @@ import plain_offline
 import pytest
 import torch
 from tiny_vlm import IMAGE, save_tiny_vlm
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
-from lightrl.config import CheckpointConfig, ExampleEvalConfig, SFTConfig
+from lightrl.builtin.task import EOS, PAD, VOCABULARY
+from lightrl.config import CheckpointConfig, DPOConfig, ExampleEvalConfig, SFTConfig
+from lightrl.trainers.dpo import DPOTrainer
 from lightrl.trainers.sft import SFTTrainer
 
 Options = Callable[[str], dict[str, Any]]
@@ -66,6 +68,21 @@ def test_a_tokenizer_without_an_end_token_is_told(toy: Path, offline_flags: Opti
     trainer = SFTTrainer(config)
     trainer.close()
     assert trainer.batches.endswith("the tokenizer has no end token (eos_token), so nothing teaches the model to stop")
+
+
+@pytest.mark.parametrize(("trainer", "config"), [(SFTTrainer, SFTConfig), (DPOTrainer, DPOConfig)])
+def test_the_trained_model_stops_at_the_end_token_of_its_template(
+    trainer: Any, config: Any, toy: Path, offline_flags: Options, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Base models have templates that end a turn by another token than theirs, such as Qwen3-4B-Base."""
+    model = shutil.copytree(toy / "model", tmp_path / "model")
+    template = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}" + PAD + "{% endif %}{% endfor %}"
+    (model / "chat_template.jinja").write_text(template)
+    options = {**offline_flags(trainer.kind), "model": str(model), "max_steps": 1}
+    trainer(config(**options, output_dir=str(tmp_path / "run"), checkpoint=CheckpointConfig(every=0))).fit()
+    ends = GenerationConfig.from_pretrained(tmp_path / "run" / "final").eos_token_id
+    assert ends == sorted(map(VOCABULARY.index, (EOS, PAD)))
+    assert f"Answers end with {PAD}, at which the trained model will stop" in capsys.readouterr().out
 
 
 def test_a_placeholder_without_an_image_is_refused_at_the_start(tmp_path: Path) -> None:
