@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from lightrl.data.chat_text import render, tools_of
 from lightrl.data.json_records import LocatedRecord, Record, field_names, inner_value
 from lightrl.data.prompts import ChatTemplateUse, require_message, shorten, tokenize_raw
 from lightrl.data.streamed import make_each, select
@@ -77,7 +78,8 @@ class ExampleBuilder:
         if record.get(fields.response) is not None:
             return self._answer(record, where, fields.response, self._train_on)
         if record.get("messages") is not None:
-            return self._conversation(_messages(record["messages"], where, "messages"), where, self._train_on)
+            messages = _messages(record["messages"], where, "messages")
+            return self._conversation(messages, tools_of(record), where, self._train_on)
         raise ValueError(
             f"{where}: the record has neither {fields.response!r} nor 'messages', only {field_names(record)}. Name the "
             "field that holds the response by --data.response_field."
@@ -108,7 +110,7 @@ class ExampleBuilder:
         if isinstance(value, list):
             answer = _messages(value, where, field)
             if answer[0]["role"] != "assistant":
-                return self._conversation(answer, where, train_on)
+                return self._conversation(answer, tools_of(record), where, train_on)
         elif isinstance(value, str):
             if not value.strip():
                 raise ValueError(f"{where}: {field!r} is empty: an answer must hold text.")
@@ -124,7 +126,8 @@ class ExampleBuilder:
             return self._encode([prompt, value], where, lambda text: tokenize_raw(text, self._tokenizer))
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
-        return self._conversation(_messages(prompt, where, self._fields.prompt) + answer, where, train_on)
+        messages = _messages(prompt, where, self._fields.prompt) + answer
+        return self._conversation(messages, tools_of(record), where, train_on)
 
     def _refuse_media(self, record: Record, where: str) -> None:
         named = [field for field in self._fields.media if field and record.get(field)]
@@ -135,7 +138,9 @@ class ExampleBuilder:
 
     # ---- Text to tokens ----------------------------------------------------------------------------------------
 
-    def _conversation(self, messages: Messages, where: str, train_on: Literal["all", "last"]) -> Answer:
+    def _conversation(
+        self, messages: Messages, tools: list[Record], where: str, train_on: Literal["all", "last"]
+    ) -> Answer:
         """Cuts the rendered text at the beginning and end of each trained turn; drops the text after the last turn."""
         if not self._tokenizer.chat_template:
             raise ValueError(
@@ -147,15 +152,15 @@ class ExampleBuilder:
             raise ValueError(f"{where}: no message is the assistant's, so there is nothing to learn.")
         if not all(messages[turn]["content"].strip() or messages[turn].get("tool_calls") for turn in turns):
             raise ValueError(f"{where}: an answer is empty. It must hold text.")
-        text = self._render(messages[: turns[-1] + 1], where)
+        text = self._render(messages[: turns[-1] + 1], tools, where)
         parts: list[str] = []
         done = 0
         for turn in turns if train_on == "all" else turns[-1:]:
-            before = self._render(messages[:turn], where, add_generation_prompt=True)
+            before = self._render(messages[:turn], tools, where, add_generation_prompt=True)
             # What follows the end of the turn, such as a line break, comes from the template and not from the model.
-            after = self._render(messages[: turn + 1], where).rstrip()
+            after = self._render(messages[: turn + 1], tools, where).rstrip()
             if not after.startswith(before):
-                raise _begins_otherwise(turn, before.removeprefix(self._render(messages[:turn], where)), where)
+                raise _begins_otherwise(turn, before.removeprefix(self._render(messages[:turn], tools, where)), where)
             if not text.startswith(after):
                 raise ValueError(
                     f"{where}: the chat template renders the assistant's turn {turn} otherwise when more follows, so "
@@ -165,9 +170,9 @@ class ExampleBuilder:
             done = len(after)
         return self._encode(parts, where, self._tokenize)
 
-    def _render(self, messages: Messages, where: str, **settings: Any) -> str:
+    def _render(self, messages: Messages, tools: list[Record], where: str, **settings: Any) -> str:
         try:
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **settings))
+            return render(self._tokenizer, messages, tools, **settings)
         except Exception as error:  # a template raises what it likes, for roles that do not alternate for example
             raise ValueError(f"{where}: the tokenizer's chat template refuses the messages: {error}") from error
 

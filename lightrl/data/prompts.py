@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightrl.builtin.task import BUILTIN_TASKS, HELD_OUT
+from lightrl.data.chat_text import render, tools_of, with_readable_calls
 from lightrl.data.json_records import LocatedRecord, Record, field_names, inner_value
 from lightrl.data.media import absolute_paths, image_size, media_folder, video_size
 from lightrl.data.mixture import files_of, parts_of
@@ -128,7 +129,7 @@ def build_prompts(
         field, value = _find_prompt(record, where, prompt_field)
         user = [{"role": "user", "content": value}]
         messages = user if isinstance(value, str) else _require_messages(value, where, field, renderer is not tokenizer)
-        text = _render(messages, where, field, renderer) if renders_text or messages is not user else value
+        text = _render(messages, record, where, field, renderer) if renders_text or messages is not user else value
         if len(text) > _MANY_CHARACTERS:
             _refuse_too_long(text, where, max_prompt_tokens, tokenizer)
         token_ids = tokenize(text, tokenizer, where, is_raw=text is value)
@@ -221,7 +222,7 @@ def _paths(record: Record, where: str, field: str, folder: Path) -> tuple[str, .
         raise ValueError(f"{where}: {field!r} {error}.") from error
 
 
-def _render(messages: list[Record], where: str, field: str, renderer: Any) -> str:
+def _render(messages: list[Record], record: Record, where: str, field: str, renderer: Any) -> str:
     """Renders messages with the chat template of a tokenizer, or of a vision-language model's processor."""
     if not renderer.chat_template:
         raise ValueError(
@@ -229,7 +230,7 @@ def _render(messages: list[Record], where: str, field: str, renderer: Any) -> st
             "has one, or give the prompt as a string with --data.chat_template never."
         )
     try:
-        return str(renderer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        return render(renderer, messages, tools_of(record), add_generation_prompt=True)
     except Exception as error:  # a template raises what it likes, for roles that do not alternate for example
         raise ValueError(f"{where}: the tokenizer's chat template refuses {field!r}: {error}") from error
 
@@ -297,7 +298,7 @@ def _require_messages(value: Any, where: str, field: str, takes_parts: bool) -> 
 def require_message(message: Any, where: str, takes_parts: bool) -> Record:
     """Returns a message whose content is a string or, for a vision-language model, a list of parts."""
     if isinstance(message, dict) and isinstance(message.get("role"), str):
-        given = {key: value for key, value in message.items() if value is not None}
+        given = with_readable_calls({key: value for key, value in message.items() if value is not None})
         content = given.get("content", "" if given.get("tool_calls") else None)  # a turn may only call tools
         if isinstance(content, str):
             return {**given, "content": content}

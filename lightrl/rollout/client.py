@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightrl.config.adapters import POLICY
+from lightrl.data.chat_text import render
 from lightrl.data.prompts import tokenize
 from lightrl.engines.base import EnginePrompt, SamplingParams
 from lightrl.records import Prompt
@@ -205,11 +206,8 @@ class EngineClient:
         """
         if not self.tokenizer.chat_template:
             return self.encode("".join(message["content"] for message in messages))
-        rendered = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": ""}, {"role": "assistant", "content": _MARK}, *messages],
-            tokenize=False,
-            add_generation_prompt=True,
-        )
+        marked = [{"role": "user", "content": ""}, {"role": "assistant", "content": _MARK}, *map(dict, messages)]
+        rendered = render(self.tokenizer, marked, add_generation_prompt=True)
         _, mark, behind = rendered.partition(_MARK)
         if not mark:
             raise ValueError(
@@ -233,7 +231,6 @@ def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, tools: S
             "The tokenizer has no chat template, which describes the tools to the policy. Use the model's instruct "
             "version, or a workflow that writes the prompt itself."
         )
-    messages = [dict(message) for message in messages]
-    return str(
-        tokenizer.apply_chat_template(messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=True)
+    return render(
+        tokenizer, [dict(item) for item in messages], [dict(tool) for tool in tools], add_generation_prompt=True
     )

@@ -1,0 +1,81 @@
+"""Renders conversations by a chat template, with the tools that are described beside them and calls of these."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lightrl.data.json_records import Record
+
+
+def render(renderer: Any, messages: Sequence[Record], tools: Sequence[Record] = (), **settings: Any) -> str:
+    """Returns the text of a conversation; raises whatever the template raises.
+
+    Templates expect the arguments of a tool call as an object. One that adds them to a text instead, such as that of
+    DeepSeek-R1, gets them as JSON.
+    """
+    settings = {**settings, "tools": list(tools)} if tools else settings
+    try:
+        return str(renderer.apply_chat_template(list(messages), tokenize=False, **settings))
+    except TypeError:
+        written = [_with_calls(message, _as_json) for message in messages]
+        if written == list(messages):
+            raise
+        return str(renderer.apply_chat_template(written, tokenize=False, **settings))
+
+
+def with_readable_calls(message: Record) -> Record:
+    """Returns a message whose tool calls have objects as arguments, without null fields.
+
+    In OpenAI's protocol arguments are JSON, which most templates would quote as a text. Columnar formats give every
+    call the arguments of all other calls, as nulls.
+    """
+    return _with_calls(message, _as_object)
+
+
+def tools_of(record: Record) -> list[Record]:
+    """Returns the tools that a record's field `tools` describes, a list of objects or its JSON; none for other data."""
+    tools = _parsed(record["tools"]) if isinstance(record.get("tools"), str) else record.get("tools")
+    is_described = isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)
+    return _without_nulls(tools) if is_described else []
+
+
+def _with_calls(message: Record, convert: Callable[[Any], Any]) -> Record:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_with_arguments(call, convert) for call in calls]}
+
+
+def _with_arguments(call: Any, convert: Callable[[Any], Any]) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    given = {key: value for key, value in call.items() if value is not None}
+    if isinstance(given.get("function"), Mapping):
+        return {**given, "function": _with_arguments(given["function"], convert)}
+    return {**given, "arguments": convert(given["arguments"])} if "arguments" in given else given
+
+
+def _as_object(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return _without_nulls(arguments)
+    parsed = _parsed(arguments)
+    return parsed if isinstance(parsed, Mapping) else arguments
+
+
+def _as_json(arguments: Any) -> Any:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,73 @@
+"""Tool calls and descriptions of tools, as chat templates write them into prompts and examples."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from test_examples import build, build_pair, letters
+
+from lightrl.data.prompts import build_prompts
+from lightrl.rollout.client import chat_text
+
+# Of Qwen2.5, in short: tools, and calls with their arguments as JSON.
+CALLS = (
+    "{% if tools %}[{% for tool in tools %}{{ tool | tojson }}{% endfor %}]{% endif %}"
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %};{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+JOINS = CALLS.replace("({{ c.function.arguments | tojson }})", "{{ '(' + c.function.arguments + ')' }}")  # DeepSeek-R1
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "number"}}}}}
+
+
+def messages(arguments: Any, **further: Any) -> list[dict[str, Any]]:
+    call = {"function": {"name": "f", "arguments": arguments, **further}}
+    return [
+        {"role": "user", "content": "q", **further},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "6"},
+    ]
+
+
+@pytest.mark.parametrize("template", [CALLS, JOINS])
+@pytest.mark.parametrize("given", [{"a": 1}, '{"a": 1}', {"a": 1, "b": None, "c": None}])
+def test_the_arguments_of_a_call_are_written_as_one_object(template: str, given: Any) -> None:
+    """Whether they were an object, JSON as in OpenAI's protocol, or aligned with other calls by a columnar format."""
+    told = messages(given, extra=None)
+    record = {"messages": [*told, {"role": "assistant", "content": "x"}]}
+    assert build(record, letters(template)) == 'u:q;a:[f({"a": 1});]t:6;a:[x;</s>]'
+    (prompt,) = build_prompts([({"prompt": told}, "a:1")], letters(template), max_prompt_tokens=99)
+    assert prompt.text == 'u:q;a:f({"a": 1});t:6;a:'
+    assert chat_text(letters(template), prompt.messages, tools=()) == prompt.text
+
+
+def test_null_in_json_stays_and_what_is_no_object_is_left_alone() -> None:
+    tokenizer = letters(CALLS)
+    for given, written in [('{"a": null}', '{"a": null}'), ("{", '"{"'), ("[1]", '"[1]"')]:
+        (prompt,) = build_prompts([({"prompt": messages(given)}, "a:1")], tokenizer, max_prompt_tokens=99)
+        assert prompt.text == f"u:q;a:f({written});t:6;a:"
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), [{**TOOL, "strict": None}]])
+def test_the_tools_of_a_record_are_described(tools: Any) -> None:
+    tokenizer = letters(CALLS)
+    told = "[" + json.dumps(TOOL) + "]"
+    (prompt,) = build_prompts([({"prompt": "q", "tools": tools}, "a:1")], tokenizer, max_prompt_tokens=999)
+    assert prompt.text == f"{told}u:q;a:"
+    assert build({"prompt": "q", "response": "x", "tools": tools}, tokenizer) == f"{told}u:q;a:[x;</s>]"
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]
+    assert build({"messages": turns, "tools": tools}, tokenizer) == f"{told}u:q;a:[x;</s>]"
+    pair = {"prompt": "q", "chosen": "x", "rejected": "y", "tools": tools}
+    assert build_pair(pair, tokenizer) == [f"{told}u:q;a:[x;</s>]", f"{told}u:q;a:[y;</s>]"]
+
+
+@pytest.mark.parametrize("tools", [None, [], "hammer and nails", ["hammer"], {"hammer": 1}, 3])
+def test_another_field_of_that_name_describes_no_tools(tools: Any) -> None:
+    assert build({"prompt": "q", "response": "x", "tools": tools}, letters(CALLS)) == "u:q;a:[x;</s>]"
+
+
+def test_an_error_of_a_template_without_calls_is_told() -> None:
+    with pytest.raises(ValueError, match="a:1: the tokenizer's chat template refuses 'prompt': can only concatenate"):
+        build_prompts([({"prompt": "q"}, "a:1")], letters("{{ 'a' + messages }}"), max_prompt_tokens=9)
