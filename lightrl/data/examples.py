@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightrl.data.chat_text import render, tools_of
 from lightrl.data.json_records import LocatedRecord, Record, field_names, inner_value
 from lightrl.data.prompts import ChatTemplateUse, require_message, shorten, tokenize_raw
 from lightrl.data.streamed import make_each, select
+from lightrl.models.chat_text import render, tools_of
 from lightrl.records import Answer, Example
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ class ExampleBuilder:
         chat_template: whether a prompt that is a string becomes one user message; "auto": if the tokenizer has a
             template. Messages are always rendered with the template.
         train_on: "all" trains every assistant turn of a conversation, "last" only the last one.
+        is_scored: whether a conversation is to be scored instead. It then ends as its template writes it, which is what
+            programs give a reward model: not always with an end token, and perhaps with a line break after it.
     """
 
     def __init__(
@@ -51,10 +53,12 @@ class ExampleBuilder:
         *,
         chat_template: ChatTemplateUse = "auto",
         train_on: Literal["all", "last"] = "all",
+        is_scored: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._fields = fields
         self._train_on = train_on
+        self._is_scored = is_scored
         self._renders_strings = chat_template == "always" or (chat_template == "auto" and bool(tokenizer.chat_template))
         self._special_ids = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
 
@@ -168,7 +172,9 @@ class ExampleBuilder:
                 )
             parts += [text[done : len(before)], after[len(before) :]]
             done = len(after)
-        return self._encode(parts, where, self._tokenize)
+        if self._is_scored:
+            parts[-1] += text[done:]
+        return self._encode(parts, where, self._tokenize, has_end=self._is_scored)
 
     def _render(self, messages: Messages, tools: list[Record], where: str, **settings: Any) -> str:
         try:
@@ -179,8 +185,10 @@ class ExampleBuilder:
     def _tokenize(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _encode(self, parts: list[str], where: str, tokenize: Callable[[str], list[int]]) -> Answer:
-        """Tokenises parts, every second of which is trained; adds an end token unless the template ends with one."""
+    def _encode(
+        self, parts: list[str], where: str, tokenize: Callable[[str], list[int]], *, has_end: bool = False
+    ) -> Answer:
+        """Tokenises parts, every second of which is trained; adds an end token unless they have their end already."""
         if sum(map(len, parts)) > _MAX_CHARACTERS:
             raise _TooManyCharactersError(parts, where)
         try:
@@ -188,7 +196,7 @@ class ExampleBuilder:
         except Exception as error:  # tokenizers raises nothing more specific
             raise _no_tokens(parts, where, error) from error
         end = self._tokenizer.eos_token_id
-        if end is not None and (not pieces[-1] or pieces[-1][-1] not in self._special_ids | {end}):
+        if not has_end and end is not None and (not pieces[-1] or pieces[-1][-1] not in self._special_ids | {end}):
             pieces[-1].append(end)
         if not pieces[0]:
             raise ValueError(f"{where}: the prompt has no tokens, and a response needs something before it.")

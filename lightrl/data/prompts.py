@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightrl.builtin.task import BUILTIN_TASKS, HELD_OUT
-from lightrl.data.chat_text import render, tools_of, with_readable_calls
 from lightrl.data.json_records import LocatedRecord, Record, field_names, inner_value
 from lightrl.data.media import absolute_paths, image_size, media_folder, video_size
 from lightrl.data.mixture import files_of, parts_of
 from lightrl.data.reasoning_tasks import PREFIX, reasoning_records
 from lightrl.data.record_files import ACCEPTED_SOURCES, load_from_disk, load_from_hub
 from lightrl.data.streamed import Streamed, chain, make_each
+from lightrl.models.chat_text import render, tools_of, with_readable_calls
 from lightrl.models.multimodal import FAMILIES, MediaProcessor
 from lightrl.records import Prompt
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrl.comm import Comm
+from lightrl.models.chat_text import render, tools_of
 from lightrl.models.option_names import naming
 from lightrl.models.policy import check_model_folder, context_length, load_config, load_tokenizer, response_batch
 from lightrl.models.reward_model import check_reward_scores, load_reward_model
@@ -114,8 +115,8 @@ class ModelReward:
         if sample.prompt.images or sample.prompt.videos:
             raise ValueError(f"Prompt {sample.prompt.index} has images or videos, which the reward model cannot see.")
         if self._renders and sample.prompt.messages:
-            messages = [*sample.prompt.messages, {"role": "assistant", "content": sample.text}]
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False)
+            messages = [*map(dict, sample.prompt.messages), {"role": "assistant", "content": sample.text}]
+            text = render(self._tokenizer, messages, tools_of(sample.prompt.fields))
             return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         if self._shares_tokenizer:
             ids = [*sample.prompt_ids, *sample.response_ids]

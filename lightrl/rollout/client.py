@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightrl.config.adapters import POLICY
-from lightrl.data.chat_text import render
 from lightrl.data.prompts import tokenize
 from lightrl.engines.base import EnginePrompt, SamplingParams
+from lightrl.models.chat_text import render
 from lightrl.records import Prompt
 from lightrl.rollout.driver import EpisodeDriver
 from lightrl.rollout.episode import Episode, Turn

@@ -89,4 +89,5 @@ class RMTrainer(Trainer):
         fields = ExampleFields(
             prompt=data.prompt_field, chosen=data.chosen_field, rejected=data.rejected_field, margin=data.margin_field
         )
-        return ExampleBuilder(self.run.tokenizer, fields, chat_template=data.chat_template).pairs(records)
+        builder = ExampleBuilder(self.run.tokenizer, fields, chat_template=data.chat_template, is_scored=True)
+        return builder.pairs(records)

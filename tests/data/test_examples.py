@@ -212,6 +212,21 @@ def test_lines_that_are_too_long_to_tokenise_are_left_out_like_others(
         keep_fitting(examples, max_tokens=50, too_long="error")
 
 
+@pytest.mark.parametrize("template", [CHATML, BARE])
+def test_a_conversation_to_score_ends_as_its_template_writes_it(template: str) -> None:
+    """Programs that ask a reward model for a score give it this text, and its score is that of the last token."""
+    tokenizer = letters(template)
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False)
+    builder = ExampleBuilder(tokenizer, ExampleFields(), is_scored=True)
+    (example,) = builder.pairs(at({"prompt": "q", "chosen": "x", "rejected": "y"}))
+    chosen = example.answers[0]
+    assert [*chosen.prompt_ids, *chosen.response_ids] == tokenizer(text, add_special_tokens=False)["input_ids"]
+    raw = ExampleBuilder(tokenizer, ExampleFields(), is_scored=True, chat_template="never")
+    (example,) = raw.pairs(at({"prompt": "q", "chosen": "x", "rejected": "y"}))
+    assert read(example.answers[0], tokenizer) == "<s>q[x</s>]"
+
+
 def test_the_builtin_data_sets_become_examples() -> None:
     tokenizer = builtin_tokenizer()
     builder = ExampleBuilder(tokenizer, ExampleFields())

@@ -21,7 +21,9 @@ from lightrl.rewards.reward_set import RewardSet
 from lightrl.strategy import create_strategy
 from lightrl.testing import run_spmd
 
-TEMPLATE = "{% for m in messages %}{{ '+' if m.role == 'user' else '=' }}{{ m.content }}{% endfor %}<eos>"
+TEMPLATE = (
+    "{{ '1' if tools }}{% for m in messages %}{{ '+' if m.role == 'user' else '=' }}{{ m.content }}{% endfor %}<eos>"
+)
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +117,8 @@ def test_a_template_of_the_models_own_renders_the_conversation(folder: Path, tmp
     sample = replace(sample, prompt=replace(sample.prompt, messages=({"role": "user", "content": "34"},)))
     reward = ModelReward(path=str(tmp_path / "model"))
     assert ids_of(reward, sample) == tokenizer("+34=7<eos>")["input_ids"]
+    described = replace(sample, prompt=replace(sample.prompt, fields={"tools": [{"name": "f"}]}))
+    assert ids_of(reward, described) == tokenizer("1+34=7<eos>")["input_ids"]
     with pytest.raises(ValueError, match="chat_template is always, and the tokenizer in .* has no template"):
         ModelReward(path=str(folder), chat_template="always")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lightrl.config import CheckpointConfig, ExampleEvalConfig, MarginPairDataConfig, OptimConfig, RMConfig
 from lightrl.models.reward_model import load_reward_model
+from lightrl.records import Prompt, Sample
+from lightrl.rewards.model_reward import ModelReward
 from lightrl.trainers.reward_model import RMTrainer
 
 Options = Callable[[str], dict[str, Any]]
@@ -70,6 +73,29 @@ def test_the_training_is_that_of_plain_pytorch(
     assert rows[-1]["eval/margin"] == pytest.approx(float((chosen - rejected).mean()), abs=1e-5)
     assert rows[-1]["eval/reward/chosen"] == pytest.approx(float(chosen.mean()), abs=1e-5)
     assert rows[-1]["eval/accuracy"] == pytest.approx(float((chosen > rejected).float().mean()))
+
+
+def test_the_tokens_of_the_training_are_those_of_the_reward(toy: Path, offline_flags: Options, tmp_path: Path) -> None:
+    model = shutil.copytree(toy / "model", tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    options = offline_flags("rm") | {"model": str(model), "output_dir": str(tmp_path / "run")}
+    trainer = RMTrainer(RMConfig(**options))
+    trainer.export(tmp_path / "rm")
+    trainer.close()
+    reward = ModelReward(path=str(tmp_path / "rm"))
+    question, right, _ = plain_offline.PAIRS[0]
+    sample = Sample(
+        prompt=Prompt(index=0, text="", token_ids=(1,), messages=({"role": "user", "content": question},)),
+        position=0,
+        sample_index=0,
+        response_ids=(),
+        sampler_logprobs=(),
+        versions=(),
+        finish_reason="stop",
+        text=right,
+    )
+    chosen = trainer.examples.train[0].answers[0]
+    assert reward._token_ids(sample) == [*chosen.prompt_ids, *chosen.response_ids]
 
 
 def test_a_rate_of_no_parameter_is_refused(offline_flags: Options) -> None:

@@ -6,9 +6,12 @@ import json
 from typing import Any
 
 import pytest
-from test_examples import build, build_pair, letters
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
+from lightrl.data.examples import ExampleBuilder, ExampleFields
 from lightrl.data.prompts import build_prompts
+from lightrl.records import Answer
 from lightrl.rollout.client import chat_text
 
 # Of Qwen2.5, in short: tools, and calls with their arguments as JSON.
@@ -20,6 +23,37 @@ CALLS = (
 )
 JOINS = CALLS.replace("({{ c.function.arguments | tojson }})", "{{ '(' + c.function.arguments + ')' }}")  # DeepSeek-R1
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "number"}}}}}
+
+
+def letters(chat_template: str) -> PreTrainedTokenizerFast:
+    """A token for each letter."""
+    vocabulary = {sign: place for place, sign in enumerate(["</s>", *map(chr, range(32, 127))])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", chat_template=chat_template)
+
+
+def read(answer: Answer, tokenizer: PreTrainedTokenizerFast) -> str:
+    """The text with the trained tokens in [brackets]."""
+    marks = {(False, True): "[", (True, False): "]"}
+    mask = [*(False for _ in answer.prompt_ids), *answer.loss_mask]
+    pieces = [
+        marks.get((before, trained), "") + str(tokenizer.convert_ids_to_tokens(token))
+        for before, trained, token in zip(
+            [False, *mask], mask, [*answer.prompt_ids, *answer.response_ids], strict=False
+        )
+    ]
+    return "".join(pieces) + "]"
+
+
+def build(record: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> str:
+    (example,) = ExampleBuilder(tokenizer, ExampleFields()).responses([(record, "data.jsonl:1")])
+    return read(example.answers[0], tokenizer)
+
+
+def build_pair(record: dict[str, Any], tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    (example,) = ExampleBuilder(tokenizer, ExampleFields()).pairs([(record, "data.jsonl:1")])
+    return [read(answer, tokenizer) for answer in example.answers]
 
 
 def messages(arguments: Any, **further: Any) -> list[dict[str, Any]]:

@@ -6,10 +6,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lightrl.data.json_records import Record
 
-
-def render(renderer: Any, messages: Sequence[Record], tools: Sequence[Record] = (), **settings: Any) -> str:
+def render(renderer: Any, messages: Sequence[dict[str, Any]], tools: Sequence[Any] = (), **settings: Any) -> str:
     """Returns the text of a conversation; raises whatever the template raises.
 
     Templates expect the arguments of a tool call as an object. One that adds them to a text instead, such as that of
@@ -25,7 +23,7 @@ def render(renderer: Any, messages: Sequence[Record], tools: Sequence[Record] = 
         return str(renderer.apply_chat_template(written, tokenize=False, **settings))
 
 
-def with_readable_calls(message: Record) -> Record:
+def with_readable_calls(message: dict[str, Any]) -> dict[str, Any]:
     """Returns a message whose tool calls have objects as arguments, without null fields.
 
     In OpenAI's protocol arguments are JSON, which most templates would quote as a text. Columnar formats give every
@@ -34,14 +32,14 @@ def with_readable_calls(message: Record) -> Record:
     return _with_calls(message, _as_object)
 
 
-def tools_of(record: Record) -> list[Record]:
+def tools_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the tools that a record's field `tools` describes, a list of objects or its JSON; none for other data."""
     tools = _parsed(record["tools"]) if isinstance(record.get("tools"), str) else record.get("tools")
     is_described = isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)
     return _without_nulls(tools) if is_described else []
 
 
-def _with_calls(message: Record, convert: Callable[[Any], Any]) -> Record:
+def _with_calls(message: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
