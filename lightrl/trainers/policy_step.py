@@ -38,6 +38,7 @@ from lightrl.trainers.fit import Shown, Trainer
 from lightrl.trainers.objective import PolicyLoss
 from lightrl.trainers.run import RunContext
 from lightrl.trainers.staleness import describe_staleness, older_samples
+from lightrl.trainers.turn_end import warn_of_unstopped_turns
 
 _MINIBATCH_STREAM = 3
 
@@ -57,8 +58,8 @@ class PromptData:
         config: RolloutConfig = run.config
         self._comm = run.strategy.comm
         with self._comm.phase("set-up", local=True):
-            if run.workflow is not None:
-                run.workflow.check(run.tokenizer)
+            if run.workflow is not None or run.tokenizer.chat_template:
+                _check_conversations(run)
             self.train = _build_prompts(run, run.train_records, config.train_data, config.max_new_tokens)
             room = config.eval.max_new_tokens or config.max_new_tokens
             evaluation = _build_prompts(run, run.eval_records, config.eval_data, room)
@@ -71,6 +72,13 @@ class PromptData:
         """Draws the next `count` prompts as positions first, first + 1, ... of the step; returns this rank's part."""
         drawn = list(enumerate(self.sampler.draw(count), start=first))
         return [(position, self.train[index]) for position, index in shard(drawn, self._comm.rank, self._comm.world)]
+
+
+def _check_conversations(run: RunContext) -> None:
+    if run.workflow is not None:
+        run.workflow.check(run.tokenizer)
+    if run.tokenizer.chat_template and run.config.data.chat_template != "never" and run.strategy.comm.is_main:
+        warn_of_unstopped_turns(run.config, run.model_path, run.tokenizer)
 
 
 def _build_prompts(run: RunContext, records: Sequence[Any], source: str, max_new_tokens: int) -> Sequence[Prompt]:
