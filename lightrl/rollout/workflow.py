@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from lightrl.config import WorkflowConfig, named_values
 from lightrl.imports import load_object
+from lightrl.models.chat_text import tools_of
 from lightrl.records import Prompt
 from lightrl.rollout.client import EngineClient
 from lightrl.rollout.episode import Episode
@@ -120,11 +121,21 @@ class EnvironmentWorkflow(Workflow):
 def _begun(engine: EngineClient, data: Prompt, opening: Any) -> Episode:
     """Returns an episode that has heard the first observation: a text, or messages after those of the prompt."""
     if opening and not isinstance(opening, str):
-        return Episode(engine.encode_prompt([*data.messages, *_require_messages(opening, "reset(data)")], tools=()))
+        asked = [*data.messages, *_require_messages(opening, "reset(data)")]
+        return Episode(engine.encode_prompt(asked, tools=tools_of(data.fields)))
+    if opening and _is_rendered(data):
+        *earlier, last = data.messages
+        asked = [*earlier, {**last, "content": f"{last['content']}{opening}"}]
+        return Episode(engine.encode_prompt(asked, tools=tools_of(data.fields)))
     episode = Episode(data.token_ids)
     if opening:
         episode.hear(engine.encode(opening))
     return episode
+
+
+def _is_rendered(data: Prompt) -> bool:
+    """Returns whether a chat template wrote the prompt and its end, behind which the policy's answer begins."""
+    return bool(data.messages) and data.text != data.messages[-1]["content"] and not (data.images or data.videos)
 
 
 def _step_of(result: Any) -> tuple[Any, float, Any]:

@@ -10,6 +10,7 @@ import pytest
 from test_client import Recorder, client
 
 from lightrl.config import GRPOConfig, WorkflowConfig
+from lightrl.data.prompts import build_prompts
 from lightrl.records import Prompt
 from lightrl.rollout.episode import Episode
 from lightrl.rollout.workflow import EnvironmentWorkflow, Workflow, load_workflow
@@ -61,6 +62,32 @@ def test_an_environment_and_the_policy_take_turns() -> None:
     assert episode.reward == 0.75
     assert episode.turn_rewards == [0.25, 0.25, 0.25]
     assert episode.finish_reason == "stop"  # the environment ended it, though the last turn was cut off
+
+
+class Begins:
+    """An environment whose text is the first thing that the policy reads."""
+
+    def reset(self, data: Prompt) -> str:
+        return "2"
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        return "", 1.0, True
+
+
+@pytest.mark.parametrize(("chat_template", "begun"), [("auto", "+12="), ("never", "12")])
+def test_the_first_observation_stands_in_the_users_turn(chat_template: Any, begun: str) -> None:
+    """Behind the beginning of the policy's answer the policy would read it as its own words."""
+    mine = client(Recorder())
+    mine.tokenizer.chat_template = (
+        "{% for m in messages %}{{ '+' if m.role == 'user' }}{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}={% endif %}"
+    )
+    (data,) = build_prompts(
+        [({"prompt": "1"}, "a:1")], mine.tokenizer, max_prompt_tokens=9, chat_template=chat_template
+    )
+    episode = asyncio.run(EnvironmentWorkflow(environment=f"{HERE}Begins").arun_episode(mine, data))
+    assert mine.tokenizer.decode(episode.ids[:-1]) == begun
+    assert episode.turns == [len(episode.response_ids) - 1]
 
 
 def test_the_number_of_turns_is_limited() -> None:
