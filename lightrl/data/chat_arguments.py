@@ -1,12 +1,17 @@
-"""Gives a chat template the variables of --data.chat_template_args, wherever a conversation is rendered."""
+"""Variables of chat templates: those of --data.chat_template_args, and a date that some templates write."""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+logger = logging.getLogger(__name__)
+
+_TODAY = "strftime_now"  # transformers' function that writes the date into a template
+_DATE = "date_string"  # variable by which many templates, such as those of Llama 3, take another date
 _OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})  # set by rendering itself
 
 
@@ -15,10 +20,9 @@ def set_template_arguments(renderer: Any, arguments: Mapping[str, Any]) -> None:
 
     Raises ValueError for a variable that the template does not read, because it would have no effect.
     """
-    template = renderer.chat_template
-    if not template:
+    text = _text_of(renderer)
+    if not text:
         raise ValueError("--data.chat_template_args was given, and the model's tokenizer has no chat template.")
-    text = "\n".join(template.values()) if isinstance(template, dict) else str(template)
     for name in arguments:
         if name in _OWN or not re.search(rf"\b{re.escape(name)}\b", text):
             raise ValueError(
@@ -26,6 +30,24 @@ def set_template_arguments(renderer: Any, arguments: Mapping[str, Any]) -> None:
                 f"It has {_variables(text)}."
             )
     renderer.apply_chat_template = partial(renderer.apply_chat_template, **arguments)
+
+
+def warn_of_date(renderer: Any, arguments: Mapping[str, Any]) -> None:
+    """Warns of a template that writes today's date, so that a run which goes on tomorrow has other prompts."""
+    text = _text_of(renderer)
+    if _TODAY not in text or _DATE in arguments:
+        return
+    remedy = f" Fix it by --data.chat_template_args {_DATE}='26 Jul 2024'." if _DATE in text else ""
+    logger.warning(
+        "The chat template writes today's date into the prompts: the numbers of this run depend on the day, and change "
+        "if it is continued on another.%s",
+        remedy,
+    )
+
+
+def _text_of(renderer: Any) -> str:
+    template = renderer.chat_template
+    return "\n".join(template.values()) if isinstance(template, dict) else str(template or "")
 
 
 def _variables(text: str) -> str:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightrl.config import OfflineConfig
+from lightrl.config import OfflineConfig, template_arguments
 from lightrl.data.balance import assign_to_ranks
+from lightrl.data.chat_arguments import warn_of_date
 from lightrl.data.example_packing import pack_examples, pair_positions
 from lightrl.data.examples import keep_fitting
 from lightrl.data.sampler import PromptSampler
@@ -39,6 +40,8 @@ class ExampleData:
         self._run = run
         config: OfflineConfig = run.config
         with run.strategy.comm.phase("set-up", local=True):
+            if run.strategy.comm.is_main:
+                warn_of_date(run.tokenizer, template_arguments(config.data))
             self.ends: set[int] = set()  # the last tokens of the answers to learn from
             self.train, self.num_skipped = _keep_fitting(run, build(run.train_records), self.ends)
             evaluated, _ = _keep_fitting(run, build(run.eval_records), set())

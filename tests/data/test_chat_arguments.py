@@ -3,7 +3,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lightrl.config import GRPOConfig, SFTConfig, parse_config, template_arguments
-from lightrl.data.chat_arguments import set_template_arguments
+from lightrl.data.chat_arguments import set_template_arguments, warn_of_date
 from lightrl.data.prompts import build_prompts
 
 TEMPLATE = (
@@ -39,6 +39,23 @@ def test_a_variable_that_would_change_nothing_is_refused(name: str) -> None:
         set_template_arguments(tokenizer(), {name: True})
     with pytest.raises(ValueError, match="has no chat template"):
         set_template_arguments(tokenizer(None), {name: True})
+
+
+def test_a_template_that_writes_todays_date_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """As those of Llama 3.2 and Mistral Small do: a run that goes on tomorrow would have other prompts."""
+    fixed = (
+        "{% if date_string is not defined %}{% set date_string = strftime_now('%d %b') %}{% endif %}{{ date_string }}"
+    )
+    warn_of_date(tokenizer(fixed), {})
+    assert "depend on the day" in caplog.text
+    assert "--data.chat_template_args date_string='26 Jul 2024'" in caplog.text
+    caplog.clear()
+    warn_of_date(tokenizer("{{ strftime_now('%Y') }}"), {})
+    assert caplog.text.rstrip().endswith("continued on another.")
+    caplog.clear()
+    for renderer, given in ((tokenizer(fixed), {"date_string": "1 May"}), (tokenizer(), {}), (tokenizer(None), {})):
+        warn_of_date(renderer, given)
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("kind", [GRPOConfig, SFTConfig])

@@ -72,17 +72,24 @@ def test_a_tokenizer_without_an_end_token_is_told(toy: Path, offline_flags: Opti
 
 @pytest.mark.parametrize(("trainer", "config"), [(SFTTrainer, SFTConfig), (DPOTrainer, DPOConfig)])
 def test_the_trained_model_stops_at_the_end_token_of_its_template(
-    trainer: Any, config: Any, toy: Path, offline_flags: Options, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trainer: Any,
+    config: Any,
+    toy: Path,
+    offline_flags: Options,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Base models have templates that end a turn by another token than theirs, such as Qwen3-4B-Base."""
     model = shutil.copytree(toy / "model", tmp_path / "model")
-    template = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}" + PAD + "{% endif %}{% endfor %}"
-    (model / "chat_template.jinja").write_text(template)
+    marked = "{% if m.role == 'assistant' %}" + PAD + "{{ strftime_now('') }}{% endif %}"
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}" + marked + "{% endfor %}")
     options = {**offline_flags(trainer.kind), "model": str(model), "max_steps": 1}
     trainer(config(**options, output_dir=str(tmp_path / "run"), checkpoint=CheckpointConfig(every=0))).fit()
     ends = GenerationConfig.from_pretrained(tmp_path / "run" / "final").eos_token_id
     assert ends == sorted(map(VOCABULARY.index, (EOS, PAD)))
     assert f"Answers end with {PAD}, at which the trained model will stop" in capsys.readouterr().out
+    assert "writes today's date" in caplog.text
 
 
 def test_a_placeholder_without_an_image_is_refused_at_the_start(tmp_path: Path) -> None:

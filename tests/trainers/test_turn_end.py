@@ -34,13 +34,14 @@ def warned(model: str, caplog: pytest.LogCaptureFixture, config: GRPOConfig | No
 
 
 def test_a_run_warns_of_turns_that_do_not_stop(toy: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = with_template(toy, tmp_path / "model", PAD)
+    model = with_template(toy, tmp_path / "model", PAD + "{{ strftime_now('') }}")
     data = str(toy / "train.jsonl")
     config = GRPOConfig(model=model, train_data=data, output_dir=str(tmp_path / "run"), strategy="single")
     run = open_run(config, kind="grpo")
     PromptData(run)
     assert WARNING in caplog.text
     assert f"Give --stop '{PAD}'" in caplog.text
+    assert "writes today's date" in caplog.text
     caplog.clear()
     config.data = replace(config.data, chat_template="never")
     PromptData(run)
