@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -149,5 +150,8 @@ def absolute_paths(paths: Any, folder: Path) -> tuple[str, ...]:
     """Returns a path or a list of paths as absolute paths; raises ValueError for anything else."""
     listed: Sequence[Any] = [paths] if isinstance(paths, str) else paths
     if not isinstance(listed, list | tuple) or not all(isinstance(path, str) and path for path in listed):
-        raise ValueError(f"is {paths!r}: it must be a path or a list of paths")
+        raise ValueError(
+            f"is {reprlib.repr(paths)}: it must be a path or a list of paths. Write images that the data set itself "
+            "holds to files"
+        )
     return tuple(str((folder / path).absolute()) for path in listed)

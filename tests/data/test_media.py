@@ -88,6 +88,12 @@ def test_paths_start_from_the_data_file(tmp_path: Path) -> None:
         absolute_paths(3, tmp_path)
 
 
+def test_the_error_for_an_image_in_the_data_does_not_show_its_bytes(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'path': None.*Write images that the data set itself holds to files") as error:
+        absolute_paths([{"bytes": b"PNG" * 100_000, "path": None}], tmp_path)
+    assert len(str(error.value)) < 300
+
+
 def test_an_encoder_reads_a_prompt_once_while_it_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     media = tiny_media("qwen2_5_vl")
     ids = tuple(media.processor.tokenizer.encode(IMAGE))
