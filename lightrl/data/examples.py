@@ -192,7 +192,7 @@ class ExampleBuilder:
         if sum(map(len, parts)) > _MAX_CHARACTERS:
             raise _TooManyCharactersError(parts, where)
         try:
-            pieces = self._tokens_of_parts(parts, tokenize)
+            pieces = self._tokens_of_parts(parts, tokenize, as_one=has_end)
         except Exception as error:  # tokenizers raises nothing more specific
             raise _no_tokens(parts, where, error) from error
         end = self._tokenizer.eos_token_id
@@ -207,16 +207,21 @@ class ExampleBuilder:
             loss_mask=tuple(mask),
         )
 
-    def _tokens_of_parts(self, parts: list[str], tokenize: Callable[[str], list[int]]) -> list[list[int]]:
-        """Cuts the tokens of the whole text; if a token crosses a cut, tokenises each part alone, as a model would."""
+    def _tokens_of_parts(
+        self, parts: list[str], tokenize: Callable[[str], list[int]], *, as_one: bool
+    ) -> list[list[int]]:
+        """Cuts the tokens of the whole text; if a token crosses a cut, tokenises each part alone, as a model would.
+
+        as_one: keeps the tokens of the whole text in any case, as a reward model reads them.
+        """
         whole = tokenize("".join(parts))
         pieces, text, done = [], "", 0
         for part in parts[:-1]:
             text += part
             so_far = tokenize(text)
-            if whole[: len(so_far)] != so_far:
+            if whole[: len(so_far)] != so_far and not as_one:
                 return [tokenize(parts[0]), *(self._tokenize(other) for other in parts[1:])]
-            pieces.append(so_far[done:])
+            pieces.append(whole[done : len(so_far)])
             done = len(so_far)
         return [*pieces, whole[done:]]
 

@@ -55,8 +55,8 @@ class ToolWorkflow(Workflow):
         messages = [{"role": "user", "content": "Hello"}]
         if chat_text(tokenizer, messages, tools=self._box.schemas) == chat_text(tokenizer, messages, tools=()):
             logger.warning(
-                "The chat template leaves the tools out, so that the policy is not told of %s. Use a template that "
-                "takes `tools` (--data.chat_template), or describe them in the prompts.",
+                "The chat template leaves the tools out, so that the policy is not told of %s. Use a model whose "
+                "template takes `tools`, or describe them in the prompts.",
                 ", ".join(schema["function"]["name"] for schema in self._box.schemas),
             )
 

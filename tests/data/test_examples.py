@@ -215,7 +215,7 @@ def test_lines_that_are_too_long_to_tokenise_are_left_out_like_others(
 @pytest.mark.parametrize("template", [CHATML, BARE])
 def test_a_conversation_to_score_ends_as_its_template_writes_it(template: str) -> None:
     """Programs that ask a reward model for a score give it this text, and its score is that of the last token."""
-    tokenizer = letters(template)
+    tokenizer = letters(template, merges=(":x",))  # a token that spans the beginning of the answer
     turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x"}]
     text = tokenizer.apply_chat_template(turns, tokenize=False)
     builder = ExampleBuilder(tokenizer, ExampleFields(), is_scored=True)
