@@ -18,6 +18,12 @@ def check_stop(stop: Sequence[str], tokenizer: Any) -> None:
         raise ValueError("Stop strings need a tokenizer: set strategy.tokenizer before the engine is set up.")
 
 
+def stop_tokens(stop: Sequence[str], tokenizer: Any) -> tuple[int, ...]:
+    """Returns the tokens that are a stop string by themselves, such as <|im_end|>: an engine can end a sample there."""
+    found = [(tokenizer.convert_tokens_to_ids(text), text) for text in stop]
+    return tuple(token for token, text in found if token is not None and tokenizer.decode([token]) == text)
+
+
 def cut_after_stop(item: Completion, stop: Sequence[str], tokenizer: Any, min_new_tokens: int = 0) -> Completion:
     """Cuts a sample after the token that completes its first stop string, where an engine would have stopped.
 

@@ -9,6 +9,7 @@ from typing import Any
 from lightrl.config.adapters import POLICY
 from lightrl.data.prompts import tokenize
 from lightrl.engines.base import EnginePrompt, SamplingParams
+from lightrl.engines.stop_strings import stop_tokens
 from lightrl.models.chat_text import render
 from lightrl.records import Prompt
 from lightrl.rollout.driver import EpisodeDriver
@@ -121,7 +122,7 @@ class EngineClient:
             temperature=self._sampling.temperature if temperature is None else temperature,
             seed=seed,
             first_sample=self.sample_index,
-            stop_token_ids=tuple(stop_token_ids),
+            stop_token_ids=(*self._sampling.stop_token_ids, *stop_token_ids, *self._ends(stop)),
             stop=(*self._sampling.stop, *stop),
             adapter=adapter,
         )
@@ -143,6 +144,10 @@ class EngineClient:
         )
         self.turns.append(turn)
         return turn
+
+    def _ends(self, stop: Sequence[str]) -> tuple[int, ...]:
+        """Returns the texts that are one token, which the engine can end at, unless a minimum lets them pass."""
+        return () if self._sampling.min_new_tokens else stop_tokens(stop, self.tokenizer)
 
     def _shows_media(self, ids: Sequence[int]) -> bool:
         """Returns whether the tokens begin with the prompt and it has images or videos, which the engine must see."""

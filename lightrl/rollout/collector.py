@@ -15,6 +15,7 @@ from lightrl.config import RolloutConfig
 from lightrl.data.media import read_media
 from lightrl.data.sampler import shard
 from lightrl.engines.base import Completion, EnginePrompt, SamplingParams
+from lightrl.engines.stop_strings import stop_tokens
 from lightrl.metrics import Statistics
 from lightrl.records import Experience, Prompt, Sample, ScoredGroup
 from lightrl.rewards import AnyReward
@@ -132,9 +133,14 @@ class Collector(Scorer):
         self._strategy = strategy
         self._seed = seed
         if sampling != _PLAIN:
-            _require_trainable(sampling, strategy)
+            sampling, evaluation = _prepared(sampling, evaluation, strategy)
         self._sampling = replace(sampling, max_new_tokens=max_new_tokens)
         self._evaluation = evaluation or self._sampling
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The settings of training's requests."""
+        return self._sampling
 
     def sample(self, prompts: Prompts, *, step: int, group_size: int, temperature: float) -> list[Sample]:
         """Draws group_size samples of each prompt; the samples of a prompt are adjacent."""
@@ -234,9 +240,21 @@ def _with_media(prompt: Prompt) -> EnginePrompt:
     return EnginePrompt(token_ids=prompt.token_ids, images=tuple(images), videos=tuple(videos))
 
 
-def _require_trainable(sampling: SamplingParams, strategy: StrategyBase) -> None:
+def _prepared(
+    sampling: SamplingParams, evaluation: SamplingParams | None, strategy: StrategyBase
+) -> tuple[SamplingParams, SamplingParams | None]:
+    """Returns settings with which a stop string that is one token ends a sample at once.
+
+    Raises ValueError for settings of training that a trainer cannot reproduce.
+    """
     engine = strategy.serving.engine
     sampling.require_trainable(reports_allowed=engine is not None and engine.engine.reports_allowed)
+    if not sampling.stop or strategy.tokenizer is None:
+        return sampling, evaluation
+    ends = stop_tokens(sampling.stop, strategy.tokenizer)
+    if evaluation is not None and not evaluation.min_new_tokens:  # with a minimum such a token may come and not count
+        evaluation = replace(evaluation, stop_token_ids=ends)
+    return replace(sampling, stop_token_ids=ends), evaluation
 
 
 def _distinct(errors: Sequence[RewardError]) -> list[RewardError]:

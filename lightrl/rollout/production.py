@@ -22,7 +22,7 @@ from lightrl.engines.link import Command, Link
 from lightrl.metrics import Statistics
 from lightrl.records import Prompt, Sample, ScoredGroup
 from lightrl.rewards.reward_set import RewardSet
-from lightrl.rollout.collector import Collector, Scorer, engine_prompt, sampling_of, seed_of_prompt
+from lightrl.rollout.collector import Collector, Scorer, engine_prompt, seed_of_prompt
 from lightrl.rollout.fresh_share import bounded_rules, num_steps_started
 from lightrl.rollout.journal import completion_from, completion_state
 from lightrl.rollout.sample_messages import from_bytes, to_bytes
@@ -114,7 +114,7 @@ class Production:
         self._collector = collector
         self._scorer = Scorer(Alone(), rewards)  # runs in a thread, which must not wait for other ranks
         self._sampling = replace(
-            sampling_of(config)["sampling"], max_new_tokens=config.max_new_tokens, temperature=config.temperature
+            collector.sampling, max_new_tokens=config.max_new_tokens, temperature=config.temperature
         )
         self._sampler = PromptSampler(len(prompts), config.num_prompts, config.seed)
         self._named: list[int] | None = [] if config.data.curriculum else None  # data indices, by the number of a claim

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from lightrl.builtin.model import builtin_tokenizer
 from lightrl.engines.base import Completion, SamplingParams
-from lightrl.engines.stop_strings import check_stop, cut_after_stop, first_stop
+from lightrl.engines.stop_strings import check_stop, cut_after_stop, first_stop, stop_tokens
 
 
 class Syllables:
@@ -87,3 +88,11 @@ def test_what_a_trainer_cannot_reproduce_is_refused() -> None:
         SamplingParams(repetition_penalty=0.0)
     with pytest.raises(ValueError, match="min_new_tokens is -1"):
         SamplingParams(min_new_tokens=-1)
+
+
+def test_a_stop_string_that_is_one_token_ends_a_sample_in_the_engine() -> None:
+    """Otherwise a base model that is to stop at <|im_end|> would write on to its limit every time."""
+    tokenizer = builtin_tokenizer()
+    pad, four = tokenizer.convert_tokens_to_ids(["<pad>", "4"])
+    assert stop_tokens(("<pad>", "4", "42", "none of its tokens"), tokenizer) == (pad, four)
+    assert stop_tokens((), tokenizer) == ()

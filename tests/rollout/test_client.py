@@ -65,8 +65,9 @@ def test_a_turn_has_room_up_to_both_limits() -> None:
 
 def test_a_turn_ends_at_stop_strings_of_the_run_and_of_the_call() -> None:
     recorder = Recorder()
-    asyncio.run(client(recorder).generate([1], stop=("</tool>",)))
-    assert recorder.asked[0].stop == ("=", "</tool>")
+    asyncio.run(client(recorder).generate([1], stop=("</tool>", "+"), stop_token_ids=[2]))
+    assert recorder.asked[0].stop == ("=", "</tool>", "+")
+    assert recorder.asked[0].stop_token_ids == (2, 12)  # "+" is one token, at which an engine can end at once
 
 
 def test_calls_draw_apart_and_samples_by_their_index() -> None:

@@ -175,6 +175,8 @@ def test_stop_strings_end_training_and_evaluation_samples(
     samples = mine.sample(prompts, step=1, group_size=8, temperature=1.0)
     free = sample(strategy, prompts, group_size=8)
     assert {item.finish_reason for item in samples} >= {"stop"}
+    ends = strategy.tokenizer.convert_tokens_to_ids(["=", "1"])
+    assert list(mine.sampling.stop_token_ids) == ends  # so that the engine does not write on behind them
     for item, whole in zip(samples, free, strict=True):
         length = len(item.response_ids)
         assert item.response_ids == whole.response_ids[:length]

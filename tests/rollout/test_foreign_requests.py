@@ -29,7 +29,7 @@ def test_two_requests_of_one_name_get_their_own_answers() -> None:
     assert (sampled.output_logprobs, sampled.output_versions, sampled.stop_reason) == ([-0.5], [3], "length")
     assert [params.temperature for params in recorder.asked] == [0.5, 0.0]
     assert [params.max_new_tokens for params in recorder.asked] == [3, 3]
-    assert (recorder.asked[0].stop_token_ids, recorder.asked[0].stop) == ((9,), ("=", "+"))  # the run's comes first
+    assert (recorder.asked[0].stop_token_ids, recorder.asked[0].stop) == ((9, 12), ("=", "+"))  # the run's first
     assert recorder.asked[1].stop == ("=", "<e")
 
 

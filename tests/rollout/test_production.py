@@ -17,7 +17,7 @@ from lightrl.comm import Comm
 from lightrl.config import GRPOConfig
 from lightrl.data.curriculum import Curriculum
 from lightrl.data.sampler import PromptSampler
-from lightrl.engines.base import Completion, EngineGroup, InferenceEngine
+from lightrl.engines.base import Completion, EngineGroup, InferenceEngine, SamplingParams
 from lightrl.engines.colocated import ColocatedEngine
 from lightrl.engines.link import Link
 from lightrl.records import Prompt, Sample, Status
@@ -112,7 +112,8 @@ def production(link, config, engine, workflow):
     rewards = RewardSet.of(lambda sample: float(len(sample.response_ids)))
     parts = (config, link, engine, EngineGroup())
     if workflow is None:
-        return Production(*parts, prompts=PROMPTS, rewards=rewards, collector=SimpleNamespace(sample_of=sample_of))
+        plain = SimpleNamespace(sample_of=sample_of, sampling=SamplingParams())
+        return Production(*parts, prompts=PROMPTS, rewards=rewards, collector=plain)
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "", chat_template=None)
     limits = EpisodeLimits(max_new_tokens=40, max_turns=2, max_tokens=500)
     strategy = SimpleNamespace(comm=Comm(), tokenizer=tokenizer)
