@@ -135,7 +135,8 @@ def _begun(engine: EngineClient, data: Prompt, opening: Any) -> Episode:
 
 def _is_rendered(data: Prompt) -> bool:
     """Returns whether a chat template wrote the prompt and its end, behind which the policy's answer begins."""
-    return bool(data.messages) and data.text != data.messages[-1]["content"] and not (data.images or data.videos)
+    last = data.messages[-1]["content"] if data.messages else None
+    return isinstance(last, str) and data.text != last and not (data.images or data.videos)
 
 
 def _step_of(result: Any) -> tuple[Any, float, Any]:

@@ -90,6 +90,14 @@ def test_the_first_observation_stands_in_the_users_turn(chat_template: Any, begu
     assert episode.turns == [len(episode.response_ids) - 1]
 
 
+def test_a_message_in_parts_is_left_as_it_is() -> None:
+    """Vision-language models read lists of parts, which have no end to add a text to."""
+    mine, parts = client(Recorder()), [{"type": "text", "text": "1"}]
+    data = Prompt(index=0, text="+1=", token_ids=(12, 3, 13), messages=({"role": "user", "content": parts},))
+    episode = asyncio.run(EnvironmentWorkflow(environment=f"{HERE}Begins").arun_episode(mine, data))
+    assert episode.ids[:-1] == (12, 3, 13, *mine.encode("2"))
+
+
 def test_the_number_of_turns_is_limited() -> None:
     episode = play(9, max_turns=2)
     assert episode.response_ids == [5, 12, 5]
