@@ -150,8 +150,12 @@ def model_folder(name: str, cache_dir: Path | None = None) -> Path:
     """Returns the folder of a built-in model, whether or not it exists; without cache_dir it is in $LIGHTRL_CACHE."""
     if name not in RECIPES:
         raise _unknown_model(name)
-    default = Path(os.environ.get("LIGHTRL_CACHE") or "~/.cache/lightrl").expanduser()
-    return (cache_dir or default) / f"{name}-{RECIPES[name].fingerprint()}"
+    return (cache_dir or cache_folder()) / f"{name}-{RECIPES[name].fingerprint()}"
+
+
+def cache_folder() -> Path:
+    """Returns the folder for what lightrl makes once and keeps: $LIGHTRL_CACHE, or else ~/.cache/lightrl."""
+    return Path(os.environ.get("LIGHTRL_CACHE") or "~/.cache/lightrl").expanduser()
 
 
 def is_made(folder: Path) -> bool:

@@ -150,8 +150,5 @@ def absolute_paths(paths: Any, folder: Path) -> tuple[str, ...]:
     """Returns a path or a list of paths as absolute paths; raises ValueError for anything else."""
     listed: Sequence[Any] = [paths] if isinstance(paths, str) else paths
     if not isinstance(listed, list | tuple) or not all(isinstance(path, str) and path for path in listed):
-        raise ValueError(
-            f"is {reprlib.repr(paths)}: it must be a path or a list of paths. Write images that the data set itself "
-            "holds to files"
-        )
+        raise ValueError(f"is {reprlib.repr(paths)}: it must be a path or a list of paths")
     return tuple(str((folder / path).absolute()) for path in listed)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightrl.builtin.task import BUILTIN_TASKS, HELD_OUT
+from lightrl.data.held_images import as_files
 from lightrl.data.json_records import LocatedRecord, Record, field_names, inner_value
 from lightrl.data.media import absolute_paths, image_size, media_folder, video_size
 from lightrl.data.mixture import files_of, parts_of
@@ -192,17 +193,15 @@ def _no_prompt(record: Record, where: str, prompt_field: str, found: str) -> Val
 
 def _with_media(prompt: Prompt, record: Record, where: str, media: MediaFields) -> Prompt:
     """Adds the paths of the record's images and videos to its prompt, after reading the size of each."""
-    folder = media_folder(where)
-    images = _paths(record, where, media.image_field, folder)
-    videos = _paths(record, where, media.video_field, folder)
     if media.processor is None:
-        if not images and not videos:
-            return prompt
-        given, option = (media.image_field, "image") if images else (media.video_field, "video")
-        raise ValueError(
-            f"{where}: {given!r} names {option}s, and the model takes none. Use a vision-language model "
-            f"({', '.join(FAMILIES)}), or give --data.{option}_field another name."
-        )
+        _refuse_media(record, where, media)
+        return prompt
+    folder, field = media_folder(where), media.image_field
+    if record.get(field) is not None:
+        record = {**record, field: _files(record[field], where, field)}
+        prompt = replace(prompt, fields={**prompt.fields, field: record[field]})
+    images = _paths(record, where, field, folder)
+    videos = _paths(record, where, media.video_field, folder)
     try:
         sizes = [image_size(path) for path in images], [video_size(path) for path in videos]
         expanded = media.processor.expanded(prompt.token_ids, *sizes)
@@ -210,6 +209,22 @@ def _with_media(prompt: Prompt, record: Record, where: str, media: MediaFields) 
         raise ValueError(f"{where}: {error}") from error
     num_media_tokens = len(expanded) - len(prompt.token_ids)
     return replace(prompt, images=images, videos=videos, num_media_tokens=num_media_tokens)
+
+
+def _refuse_media(record: Record, where: str, media: MediaFields) -> None:
+    for field, option in ((media.image_field, "image"), (media.video_field, "video")):
+        if record.get(field) not in (None, "", []):
+            raise ValueError(
+                f"{where}: {field!r} names {option}s, and the model takes none. Use a vision-language model "
+                f"({', '.join(FAMILIES)}), or give --data.{option}_field another name."
+            )
+
+
+def _files(images: Any, where: str, field: str) -> Any:
+    try:
+        return as_files(images)
+    except ValueError as error:
+        raise ValueError(f"{where}: {field!r} {error}.") from error
 
 
 def _paths(record: Record, where: str, field: str, folder: Path) -> tuple[str, ...]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightrl.builtin.task import BUILTIN_TASKS
-from lightrl.data.json_records import LocatedRecord, parse_json, require_object
+from lightrl.data.json_records import LocatedRecord, Record, parse_json, require_object
 from lightrl.data.streamed import Streamed, stream_lines
 
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -151,9 +152,30 @@ def _train_split(loaded: Any, path: Path) -> Any:
 
 def _locate_rows(rows: Any, source: str | Path, stream: bool) -> Sequence[LocatedRecord]:
     """Returns the rows of a `datasets` data set, which stay in its files if they are streamed."""
+    read = partial(_row_with_files, rows.with_format("arrow")) if _has_images(rows.features) else partial(_row, rows)
     if not stream:
-        return _locate(rows, source)
-    return Streamed(len(rows), lambda index: (dict(rows[index]), f"{source}: row {index + 1}"))
+        return _locate(map(read, range(len(rows))), source)
+    return Streamed(len(rows), lambda index: (read(index), f"{source}: row {index + 1}"))
+
+
+def _row(rows: Any, index: int) -> Record:
+    return dict(rows[index])
+
+
+def _row_with_files(tables: Any, index: int) -> Record:
+    """Returns a row with the bytes of its image files, which `datasets` would decode."""
+    row: Record = tables[index].to_pylist()[0]
+    return row
+
+
+def _has_images(feature: Any) -> bool:
+    import datasets
+
+    if isinstance(feature, Mapping):
+        return any(map(_has_images, feature.values()))
+    if isinstance(feature, list):  # of one feature
+        return any(map(_has_images, feature))
+    return isinstance(feature, datasets.Image) or _has_images(getattr(feature, "feature", {}))
 
 
 def _locate(records: Iterable[Mapping[str, Any]], source: str | Path) -> list[LocatedRecord]:

@@ -88,9 +88,9 @@ def test_paths_start_from_the_data_file(tmp_path: Path) -> None:
         absolute_paths(3, tmp_path)
 
 
-def test_the_error_for_an_image_in_the_data_does_not_show_its_bytes(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="'path': None.*Write images that the data set itself holds to files") as error:
-        absolute_paths([{"bytes": b"PNG" * 100_000, "path": None}], tmp_path)
+def test_the_error_for_what_is_no_path_does_not_show_its_bytes(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="'other': 1.*it must be a path or a list of paths") as error:
+        absolute_paths([{"bytes": b"PNG" * 100_000, "other": 1}], tmp_path)
     assert len(str(error.value)) < 300
 
 

@@ -168,9 +168,9 @@ def test_a_hub_name_is_taken_apart(
     datasets = pytest.importorskip("datasets")
     calls = []
 
-    def load_dataset(name: str, config: str | None, split: str) -> list[dict[str, str]]:
+    def load_dataset(name: str, config: str | None, split: str) -> object:
         calls.append((name, config, split))
-        return [{"prompt": "a"}]
+        return datasets.Dataset.from_list([{"prompt": "a"}])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     assert load_records(source) == [({"prompt": "a"}, f"{source}: row 1")]

@@ -1,0 +1,56 @@
+"""Writes the images that a data set itself holds to files, because prompts name their images by path.
+
+A file is named by its content, in the folder `images` of $LIGHTRL_CACHE (~/.cache/lightrl): other ranks, later runs and
+prompts with the same image find it there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from lightrl.builtin.task import cache_folder
+
+
+def as_files(images: Any) -> Any:
+    """Returns an image or a list of images, with the path of its file in place of each that is held.
+
+    Held are the bytes of a file, {"bytes": ..., "path": ...} as in the columns of `datasets` and in Parquet files, and
+    PIL images. Anything else is returned as it is.
+    """
+    return [_as_file(image) for image in images] if isinstance(images, list | tuple) else _as_file(images)
+
+
+def _as_file(image: Any) -> Any:
+    if isinstance(image, Mapping) and set(image) == {"bytes", "path"}:
+        image = image["path"] if image["bytes"] is None else image["bytes"]
+    if isinstance(image, bytes):
+        return str(_written(image))
+    return str(_written(_png(image))) if hasattr(image, "getexif") else image
+
+
+def _png(image: Any) -> bytes:
+    content = BytesIO()
+    whole = image if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA") else image.convert("RGB")
+    whole.save(content, "PNG", exif=image.getexif())
+    return content.getvalue()
+
+
+def _written(content: bytes) -> Path:
+    path = cache_folder() / "images" / hashlib.sha256(content).hexdigest()
+    if not path.is_file():
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.write_bytes(content)
+            unfinished.replace(path)  # ranks that write the same file do not disturb each other
+        except OSError as error:
+            raise ValueError(
+                f"holds an image, which cannot be written to {path.parent} ({error}). Set LIGHTRL_CACHE to a folder "
+                "with room for the images of the data set"
+            ) from error
+    return path

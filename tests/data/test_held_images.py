@@ -1,0 +1,129 @@
+"""Images that a data set holds become files, named by their content."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from tiny_vlm import IMAGE, checkered, tiny_media
+
+from lightrl.data.held_images import as_files
+from lightrl.data.media import image_size, read_image
+from lightrl.data.prompts import MediaFields, build_prompts, load_records
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LIGHTRL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "images"
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **settings: Any) -> bytes:
+    content = io.BytesIO()
+    image.save(content, kind, **settings)
+    return content.getvalue()
+
+
+def test_every_form_becomes_a_file(cache: Path) -> None:
+    image = checkered(20, 10)
+    content = encoded(image, "JPEG")
+    from_dict, from_bytes, from_pil, again = as_files(
+        [{"bytes": content, "path": "a.jpg"}, content, image, {"path": None, "bytes": content}]
+    )
+    assert from_dict == from_bytes == again
+    assert Path(from_dict).read_bytes() == content
+    assert sorted(path.name for path in cache.iterdir()) == sorted(Path(path).name for path in (from_dict, from_pil))
+    assert read_image(from_pil).tobytes() == image.convert("RGB").tobytes()
+    assert as_files(content) == from_dict
+
+
+def test_a_pil_image_keeps_the_way_up_that_it_says(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    checkered(20, 10).save(tmp_path / "a.jpg", exif=exif)
+    with Image.open(tmp_path / "a.jpg") as image:
+        held = as_files(image)
+    assert image_size(held) == (20, 10)
+    assert image_size(as_files(Image.new("CMYK", (4, 6)))) == (6, 4)
+
+
+@pytest.mark.parametrize("given", ["a.png", ["a.png"], 3, None, [{"url": "a"}], [{"bytes": None, "path": "a.png"}]])
+def test_paths_and_what_is_no_image_stay(given: Any, cache: Path) -> None:
+    assert as_files(given) == (["a.png"] if given == [{"bytes": None, "path": "a.png"}] else given)
+    assert not cache.exists()
+
+
+def test_a_file_is_written_once(cache: Path) -> None:
+    path = Path(as_files(b"content"))
+    path.write_bytes(b"left alone")
+    assert Path(as_files(b"content")).read_bytes() == b"left alone"
+    assert list(cache.iterdir()) == [path]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LIGHTRL_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ValueError, match=r"cannot be written to .*file/images .*Set LIGHTRL_CACHE to a folder"):
+        as_files(b"content")
+
+
+def records_in(folder: Path, kind: str) -> str:
+    """Writes two records, the first of which holds two images; returns the name of the data set."""
+    import datasets
+
+    images = [{"bytes": encoded(checkered(width, 28)), "path": None} for width in (56, 28)]
+    rows = datasets.Dataset.from_dict(
+        {
+            "prompt": [f"a{IMAGE}{IMAGE}", "b"],
+            "images": [images, []],
+            "answer": ["x", "y"],
+        },
+        features=datasets.Features(
+            {
+                "prompt": datasets.Value("string"),
+                "images": datasets.List(datasets.Image()),
+                "answer": datasets.Value("string"),
+            }
+        ),
+    )
+    if kind == "folder":
+        rows.save_to_disk(str(folder / "saved"))
+        return str(folder / "saved")
+    rows.to_parquet(folder / "rows.parquet")
+    return str(folder / "rows.parquet")
+
+
+@pytest.mark.parametrize("kind", ["folder", "parquet"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_prompts_name_the_files_of_the_images_in_their_data_set(
+    kind: str, stream: bool, tmp_path: Path, cache: Path
+) -> None:
+    media = tiny_media("qwen2_5_vl")
+    prompts = build_prompts(
+        load_records(records_in(tmp_path, kind), stream=stream),
+        media.processor.tokenizer,
+        max_prompt_tokens=40,
+        chat_template="never",
+        media=MediaFields(processor=media),
+    )
+    with_images, without = prompts[0], prompts[1]
+    assert [Path(path).parent for path in with_images.images] == [cache, cache]
+    assert [image_size(path) for path in with_images.images] == [(28, 56), (28, 28)]
+    assert with_images.fields == {"images": list(with_images.images)}  # paths, for rewards and logs
+    assert (without.images, without.answer) == ((), "y")
+
+
+def test_a_model_without_images_refuses_them_before_anything_is_written(tmp_path: Path, cache: Path) -> None:
+    media = tiny_media("qwen2_5_vl")
+    with pytest.raises(ValueError, match=r"rows.parquet: row 1: 'images' names images, and the model takes none"):
+        build_prompts(
+            load_records(records_in(tmp_path, "parquet")),
+            media.processor.tokenizer,
+            max_prompt_tokens=40,
+            chat_template="never",
+            media=MediaFields(),
+        )
+    assert not cache.exists()
