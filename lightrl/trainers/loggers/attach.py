@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Protocol
 
 from lightrl.checkpoint import save_bytes
+from lightrl.config import LateMistakeError
 from lightrl.config.command_line import flatten
 from lightrl.config.options import as_dict
 from lightrl.imports import load_object
@@ -25,6 +28,7 @@ BUILTIN = {
     "swanlab": "lightrl.trainers.loggers.swanlab:SwanLabLogger",
 }
 PROJECT = "lightrl"  # default, unless the service's own environment variable names another
+_FORM = "A logger is a class with __init__(run), log(step, metrics) and close() (docs/metrics.md)."
 _ID_FILE = "logger_id"  # lets a continued run stay the same run in the service
 _SECRET = re.compile(r"(^|[._])(key|secret|token|password)$")
 _USER_OF_URL = re.compile(r"//[^/@\s]+@")
@@ -58,7 +62,8 @@ class Loggers(Observer):
         """Creates the loggers; every rank must call it."""
         self._trainer, self._comm = trainer, trainer.strategy.comm
         with self._comm.phase("loggers", local=True):
-            self._loggers = _start(trainer.config.log.loggers, trainer) if self._comm.is_main else []
+            own = {name: _own(name) for name in trainer.config.log.loggers if name not in BUILTIN}  # all ranks complain
+            self._loggers = _start(trainer.config.log.loggers, own, trainer) if self._comm.is_main else []
 
     def after_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Passes the metrics to the loggers."""
@@ -79,7 +84,7 @@ class Loggers(Observer):
             logger.close()
 
 
-def _start(names: tuple[str, ...], trainer: Any) -> list[Logger]:
+def _start(names: tuple[str, ...], own: Mapping[str, Any], trainer: Any) -> list[Logger]:
     folder = trainer.folder.root
     run = LoggedRun(
         name=folder.resolve().name,
@@ -88,8 +93,22 @@ def _start(names: tuple[str, ...], trainer: Any) -> list[Logger]:
         step=trainer.step_index,
         options=public_options(trainer.config),
     )
-    kinds = [load_object(name, builtin=BUILTIN, what="logger", example="MyLogger") for name in names]
-    return [kind(run) for kind in kinds]
+    return [(own[name] if name in own else resolve_name(BUILTIN[name]))(run) for name in names]
+
+
+def _own(name: str) -> Any:
+    """Loads a user's class; what it lacks is found here, because close() is called only when the training is over."""
+    try:
+        kind = load_object(name, builtin=BUILTIN, what="logger", example="MyLogger")
+        inspect.signature(kind).bind(None)
+    except TypeError as error:
+        raise LateMistakeError(f"The logger {name!r} is called with a LoggedRun: {error}. {_FORM}") from error
+    except (ValueError, OSError, ImportError) as error:
+        raise LateMistakeError(str(error)) from error
+    missing = [method for method in ("log", "close") if not callable(getattr(kind, method, None))]
+    if missing and inspect.isclass(kind):
+        raise LateMistakeError(f"The logger {name!r} has no method {' and no method '.join(missing)}. {_FORM}")
+    return kind
 
 
 def _id_of(folder: Path) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightrl.comm import Comm
-from lightrl.config import CheckpointConfig, GRPOConfig, JudgeConfig, RolloutLogConfig
+from lightrl.config import CheckpointConfig, GRPOConfig, JudgeConfig, LateMistakeError, RolloutLogConfig
 from lightrl.trainers.loggers.attach import LoggedRun, Loggers, public_options
 from lightrl.trainers.run_folder import RunFolder
 
@@ -63,6 +63,37 @@ def test_a_logger_gets_the_metrics_of_each_step(tmp_path: Path, noted: str) -> N
     assert logger.is_closed
     Loggers(trainer_of(tmp_path, noted))
     assert Noted.made[1].run.id == logger.run.id  # a run that goes on is the same run
+
+
+class Unclosed:
+    def __init__(self, run: LoggedRun) -> None: ...
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+
+class Unaware:
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("own_loggers:Unclosed", "'own_loggers:Unclosed' has no method close. A logger is a class with __init__"),
+        ("own_loggers:Unaware", "'own_loggers:Unaware' is called with a LoggedRun: too many positional arguments"),
+        ("own_loggers:Notd", "module 'own_loggers' has no 'Notd'"),
+        ("own_loggers.py:Noted", "there is no module 'own_loggers.py'"),
+    ],
+)
+def test_a_mistake_in_a_logger_of_ones_own_is_found_by_all_ranks(
+    tmp_path: Path, noted: str, name: str, message: str, rank: int
+) -> None:
+    module = sys.modules["own_loggers"]
+    module.Unclosed, module.Unaware = Unclosed, Unaware  # type: ignore[attr-defined]
+    with pytest.raises(LateMistakeError, match=message):
+        Loggers(trainer_of(tmp_path, name, rank=rank))
 
 
 def test_other_ranks_have_none(tmp_path: Path, noted: str) -> None:
