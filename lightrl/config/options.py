@@ -25,6 +25,8 @@ ConfigT = TypeVar("ConfigT")
 Resume = Literal["fixed", "free"]
 Check = Callable[[Any], object]  # of a config; raises ValueError
 
+_DECLARED: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,)}
+
 # ---- Declaring an option -----------------------------------------------------------------------------------------
 
 
@@ -264,6 +266,17 @@ def named_values(items: Sequence[str], name: str) -> dict[str, Any]:
             raise ValueError(f"--{name}: {key} is given twice.")
         values[key] = _yaml_value(value, f"--{name} {item[:60]!r}")
     return values
+
+
+def declared_type(annotation: Any) -> str:
+    """Returns the name of an annotation, which may be a text, of a parameter of a user's; empty if it has none."""
+    return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+
+
+def fits(declared: str, value: Any) -> bool:
+    """Returns whether a value may be given to a parameter declared as int, float or bool; any other takes all."""
+    wanted = _DECLARED.get(declared)
+    return wanted is None or (isinstance(value, wanted) and (declared == "bool" or not isinstance(value, bool)))
 
 
 def engine_arguments(config: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from lightrl.config import JudgeConfig, RolloutConfig, named_values, nearest_name
+from lightrl.config import JudgeConfig, RolloutConfig, declared_type, fits, named_values, nearest_name
 from lightrl.imports import BARE, load_object, raise_code_fails
 from lightrl.records import Sample
 from lightrl.rewards.async_scoring import AsyncRunner
@@ -46,8 +46,6 @@ BUILTIN_REWARDS = {
     "episode": "lightrl.rewards.episode_reward:episode_reward",
 }
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-_TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,)}
-
 # Kinds of parameters that --reward_args sets, of a function and of a class.
 _OF_FUNCTION: tuple[Any, ...] = (inspect.Parameter.KEYWORD_ONLY,)
 _SETTABLE = {False: _OF_FUNCTION, True: (*_OF_FUNCTION, inspect.Parameter.POSITIONAL_OR_KEYWORD)}
@@ -279,15 +277,11 @@ def _wrong_parameters(
 
 def _typed(name: str, parameter: inspect.Parameter, value: Any) -> Any:
     """Reads a text as YAML, unless the parameter is declared as str, so that a pattern needs no quoting."""
-    declared = (
-        parameter.annotation if isinstance(parameter.annotation, str) else getattr(parameter.annotation, "__name__", "")
-    )
+    declared = declared_type(parameter.annotation)
     if declared == "str" or not isinstance(value, str):
         return value
     typed = named_values([f"{parameter.name}={value}"], "reward_args")[parameter.name]
-    wanted = _TYPES.get(declared)
-    is_right = wanted is None or (isinstance(typed, wanted) and (declared == "bool" or not isinstance(typed, bool)))
-    if not is_right:
+    if not fits(declared, typed):
         raise ValueError(f"The reward {name!r}: {parameter.name} is {value!r}, and it must be {declared}.")
     return typed
 

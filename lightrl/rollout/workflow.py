@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from lightrl.config import WorkflowConfig, named_values
+from lightrl.config import WorkflowConfig, declared_type, fits, named_values
 from lightrl.imports import load_object
 from lightrl.models.chat_text import tools_of
 from lightrl.records import Prompt
@@ -183,8 +183,16 @@ def load_workflow(config: WorkflowConfig) -> Workflow:
             f"arun_episode of the workflow {config.workflow!r} is not async: write `async def arun_episode`."
         )
     arguments = named_values(config.workflow_args, "rollout.workflow_args")
-    try:
-        inspect.signature(found).bind(**arguments)
-    except TypeError as error:
-        raise ValueError(f"--rollout.workflow_args: the workflow {config.workflow!r} is built with {error}.") from error
+    _check_arguments(config.workflow, inspect.signature(found), arguments)
     return found(**arguments)
+
+
+def _check_arguments(name: str, signature: inspect.Signature, arguments: Mapping[str, Any]) -> None:
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise ValueError(f"--rollout.workflow_args: the workflow {name!r} cannot be built: {error}.") from error
+    for key, value in arguments.items():
+        declared = declared_type(signature.parameters[key].annotation) if key in signature.parameters else ""
+        if not fits(declared, value) and value is not None:
+            raise ValueError(f"--rollout.workflow_args: {key} is {value!r}, and it must be {declared}.")

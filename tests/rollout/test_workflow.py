@@ -45,6 +45,14 @@ class Blocking(Workflow):
         return None
 
 
+class Bonus(Workflow):
+    def __init__(self, bonus: float = 0.5, other: Any = None) -> None:
+        self.bonus = bonus
+
+    async def arun_episode(self, engine: Any, data: Any) -> Any:
+        return None
+
+
 class Abstract(Workflow):
     """Leaves arun_episode out."""
 
@@ -191,11 +199,21 @@ def load(**options: Any) -> Workflow:
             r"has no reset\(data\) and step\(action\)",
         ),
         ({"workflow": "environment", "workflow_args": ("environment",)}, "it must be name=value"),
+        (
+            {"workflow": f"{HERE}Bonus", "workflow_args": ("bonis=1",)},
+            "Bonus' cannot be built: got an unexpected keyword argument 'bonis'",
+        ),
+        ({"workflow": f"{HERE}Bonus", "workflow_args": ("bonus=much",)}, "bonus is 'much', and it must be float"),
+        ({"workflow": f"{HERE}Bonus", "workflow_args": ("bonus=true",)}, "bonus is True, and it must be float"),
     ],
 )
 def test_what_is_no_workflow_is_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         load(**options)
+
+
+def test_arguments_of_a_workflow_fit_its_declarations() -> None:
+    assert load(workflow=f"{HERE}Bonus", workflow_args=("bonus=2", "other=much")).__dict__ == {"bonus": 2}
 
 
 def test_arguments_without_a_workflow_are_refused() -> None:

@@ -100,7 +100,7 @@ def _made(name: str, kind: Any, arguments: Mapping[str, Any]) -> Any:
     try:
         made = kind(**arguments)
     except TypeError as error:
-        raise ValueError(f"--rollout.workflow_args: the agent {name!r} is built with {error}.") from error
+        raise ValueError(f"--rollout.workflow_args: the agent {name!r} cannot be built: {error}.") from error
     if not callable(made):
         raise ValueError(f"The agent {name!r} has no __call__(data, base_url, api_key).")
     return made

@@ -102,7 +102,7 @@ asyncio.run(run())
         (("agent=endpoint_agents:nothing",), "is a int; it must be a function or a class"),
         (("agent=endpoint_agents:deaf",), "must take base_url and api_key"),
         (("agent=endpoint_agents:silent", "tempo=3"), "cannot be called: got an unexpected keyword argument 'tempo'"),
-        (("agent=endpoint_agents:Talker",), "is built with .*missing 1 required keyword-only argument: 'times'"),
+        (("agent=endpoint_agents:Talker",), "cannot be built: .*missing 1 required keyword-only argument: 'times'"),
         (("agent=endpoint_agents:silent", "host=0.0.0.0"), "can be reached from other machines"),
         ((), "missing a required argument: 'agent'"),
     ],
