@@ -13,7 +13,7 @@ from lightrl.engines.stop_strings import stop_tokens
 from lightrl.models.chat_text import render
 from lightrl.records import Prompt
 from lightrl.rollout.driver import EpisodeDriver
-from lightrl.rollout.episode import Episode, Turn
+from lightrl.rollout.episode import Episode, Turn, require_ids
 from lightrl.rollout.foreign_requests import LLMResponse, answer_request
 from lightrl.rollout.siblings import Siblings
 from lightrl.seeding import mix_seed
@@ -107,6 +107,7 @@ class EngineClient:
             adapter: Who speaks: the policy, "base" for the model without adapters, or a name of --lora.others. Only a
                 turn of the policy can be trained on; pass the token_ids of others to Episode.hear().
         """
+        require_ids(ids, "generate()")
         room = self.room(ids)
         if room < 1:
             raise ValueError(

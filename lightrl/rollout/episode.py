@@ -35,6 +35,7 @@ class Episode:
     """
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
+        require_ids(prompt_ids, "Episode()")
         self.prompt_ids = tuple(prompt_ids)
         self.response_ids: list[int] = []
         self.turns: list[int] = []  # index in response_ids at which each turn of the policy begins
@@ -83,6 +84,7 @@ class Episode:
 
     def hear(self, token_ids: Sequence[int]) -> None:
         """Adds tokens of a tool, a user or an environment, which are read but not trained on."""
+        require_ids(token_ids, "hear()")
         version = self._versions[-1] if self._versions else 0
         self._add(token_ids, False, (0.0,) * len(token_ids), (version,) * len(token_ids))
         self._only_text = None
@@ -123,8 +125,8 @@ class Episode:
             prompt_ids=self._expanded_prompt or self.prompt_ids,
             own=() if all(self._own) else tuple(self._own),
             turns=tuple(self.turns),
-            reward=None if self.reward is None else float(self.reward),
-            turn_rewards=tuple(map(float, self.turn_rewards)),
+            reward=None if self.reward is None else _number(self.reward),
+            turn_rewards=tuple(map(_number, self.turn_rewards)),
             numbers={name: float(amount) for name, amount in self.numbers.items()},
             is_scored=self.is_scored,
             routing=self._routing,
@@ -148,6 +150,21 @@ def episode_of_several(episodes: Sequence[Episode]) -> Episode:
     first, *others = episodes
     first.branches += others
     return first
+
+
+def require_ids(given: Any, what: str) -> None:
+    """Raises ValueError for a text, whose characters would otherwise be taken for tokens."""
+    if isinstance(given, str | bytes):
+        raise ValueError(
+            f"{what} takes the ids of tokens, not the text {given[:40]!r}. engine.encode(text) gives those of a text, "
+            "engine.encode_reply(text, after=turn) those of a message."
+        )
+
+
+def _number(reward: Any) -> float:
+    if isinstance(reward, str | bytes):
+        raise ValueError(f"The reward of an episode is the text {reward!r}. It must be a number.")
+    return float(reward)
 
 
 def _other_tokens(given: tuple[int, ...], own: tuple[int, ...]) -> ValueError:

@@ -63,6 +63,11 @@ def test_a_turn_has_room_up_to_both_limits() -> None:
         asyncio.run(mine.generate([1] * 20))
 
 
+def test_a_turn_is_generated_from_tokens() -> None:
+    with pytest.raises(ValueError, match=r"generate\(\) takes the ids of tokens, not the text '1\+1='"):
+        asyncio.run(client(Recorder()).generate("1+1="))  # type: ignore[arg-type]
+
+
 def test_a_turn_ends_at_stop_strings_of_the_run_and_of_the_call() -> None:
     recorder = Recorder()
     asyncio.run(client(recorder).generate([1], stop=("</tool>", "+"), stop_token_ids=[2]))

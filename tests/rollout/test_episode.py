@@ -44,6 +44,20 @@ def test_an_episode_only_grows() -> None:
     assert sample.num_own == 3
 
 
+def test_a_text_is_not_taken_for_tokens() -> None:
+    with pytest.raises(ValueError, match=r"hear\(\) takes the ids of tokens, not the text '12'. engine.encode\(text\)"):
+        Episode([2]).hear("12")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"Episode\(\) takes the ids"):
+        Episode("1+2=")  # type: ignore[arg-type]
+
+
+def test_a_reward_that_is_a_text_is_refused() -> None:
+    episode = Episode([2])
+    episode.reward = "1"  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="reward of an episode is the text '1'"):
+        episode.sample(Prompt(index=0, text="", token_ids=(2,)), 0, 0, builtin_tokenizer())
+
+
 def test_a_sample_has_the_prompt_as_the_engine_expanded_its_images() -> None:
     episode = Episode([2, 9])  # 9 stands for an image, which becomes three tokens
     assert not episode.has_seen_media
