@@ -18,11 +18,9 @@ class ReplicatedStrategy(TorchStrategy):
         return self.comm.world  # reduce_gradients below takes a mean; the scale of the loss makes up for its division
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
-        if self.options.dtype != "float32":
-            raise ValueError(f"ReplicatedStrategy computes in float32; --dtype is {self.options.dtype}.")
-        model.to(self.device)
-        for _, tensor in [*sorted(model.named_parameters()), *sorted(model.named_buffers())]:
+        for _, tensor in [*sorted(model.to(self.device).named_parameters()), *sorted(model.named_buffers())]:
             self.comm.broadcast_tensor(tensor.data)
+        self.set_up_computation(model)  # --dtype bfloat16 and --gradient_checkpointing
         return model
 
     def reduce_gradients(self, model: nn.Module, parameters: list[Tensor]) -> None:

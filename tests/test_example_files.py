@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightrl import GRPOConfig, create_strategy
 from lightrl.builtin.model import tiny_model
 from lightrl.records import Prompt, Sample
 from lightrl.rewards import load_reward, score
@@ -88,6 +89,15 @@ def test_a_strategy_of_ones_own_trains_as_fsdp_does(tmp_path: Path) -> None:
         assert ours["reward/mean"] == theirs["reward/mean"]
         for name in ("loss", "grad_norm", "entropy"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-7)
+
+
+def test_a_strategy_of_ones_own_computes_in_the_type_of_the_options() -> None:
+    logits = {}
+    for dtype in ("float32", "bfloat16"):
+        config = GRPOConfig(strategy="examples.custom_strategy:ReplicatedStrategy", dtype=dtype)
+        model = create_strategy(config).prepare_model(tiny_model()[0])
+        logits[dtype] = model(torch.tensor([[1, 2, 3]])).logits.dtype
+    assert logits == {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def train(folder: Path, strategy: str) -> list[dict[str, float]]:
