@@ -131,8 +131,20 @@ def load_critic(path: str, *, materialize: bool, init_std: float, seed: int, tru
         with explained(path, "config"), torch.device("meta"):
             config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
             body = AutoModel.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    _require_decoder(path, body)
     body.config.use_cache = False
     return Critic(body, load_value_head(path, body.config, materialize=materialize, init_std=init_std, seed=seed))
+
+
+def _require_decoder(path: str, body: nn.Module) -> None:
+    """Raises ValueError for an encoder such as BERT: a value may depend only on the tokens before it."""
+    get_decoder: Any = getattr(body, "get_decoder", None)
+    decoder = get_decoder() if callable(get_decoder) else body  # a vision tower beside it need not be causal
+    if any(getattr(module, "is_causal", True) is False for module in decoder.modules()):
+        raise ValueError(
+            f"--model {path}: in {type(body).__name__} a token sees those after it. Choose a language model, or a "
+            "reward model made from one."
+        )
 
 
 def load_value_head(path: str, config: Any, *, materialize: bool, init_std: float, seed: int) -> ValueHead:

@@ -115,7 +115,8 @@ def _load(path: str, config: Any, seed: int, *, trust_remote_code: bool) -> PreT
         transformers_logging.set_verbosity(verbosity)
     head = f"{HEAD_NAME}.weight"
     if not hasattr(model, HEAD_NAME) or getattr(model.score, "bias", None) is not None:
-        raise ValueError(f"{type(model).__name__} has no linear head named {HEAD_NAME!r} without a bias.")
+        kind = type(model).__name__
+        raise ValueError(f"--model {path}: {kind} has no linear head named {HEAD_NAME!r} without a bias.")
     missing = sorted(set(report["missing_keys"]) - {head})
     if missing:
         raise ValueError(f"--model {path} lacks weights of the model's body: {', '.join(missing[:5])}.")

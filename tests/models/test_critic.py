@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 from torch.testing import assert_close
+from transformers import BertConfig, BertModel
 
 from lightrl.data.packing import dummy_batch
 from lightrl.models.critic import ActorCritic, Critic, ValueHead, load_critic, load_value_head, save_value_head
@@ -161,3 +162,11 @@ def test_a_model_that_lacks_weights_is_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="part lacks weights: layers.0.input_layernorm.weight"):
         load_critic(str(tmp_path / "part"), materialize=True, init_std=0.0, seed=0)
     assert isinstance(Critic(body, ValueHead(16)), Critic)
+
+
+@pytest.mark.parametrize("materialize", [True, False])
+def test_an_encoder_is_no_critic(tmp_path: Path, materialize: bool) -> None:
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    BertModel(BertConfig(vocab_size=16, **sizes)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="^--model .*: in BertModel a token sees those after it"):
+        load_critic(str(tmp_path), materialize=materialize, init_std=0.0, seed=0)

@@ -9,7 +9,12 @@ import pytest
 import torch
 import transformers
 from torch.testing import assert_close
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    PreTrainedTokenizerFast,
+)
 
 from lightrl.builtin.model import builtin_tokenizer, tiny_model
 from lightrl.data.example_packing import pack_examples
@@ -129,3 +134,10 @@ def test_a_classifier_of_several_labels_is_refused(folder: Path, tmp_path: Path)
     hf.save_pretrained(tmp_path / "three")
     with pytest.raises(ValueError, match="scores 3 labels: a reward model has one"):
         load(tmp_path / "three", builtin_tokenizer())
+
+
+def test_a_classifier_with_another_head_is_named_with_its_folder(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    BertForSequenceClassification(BertConfig(vocab_size=16, num_labels=1, **sizes)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"^--model .*: BertForSequenceClassification has no linear head"):
+        load_reward_model(str(tmp_path), builtin_tokenizer(), materialize=True, seed=0)
