@@ -104,7 +104,8 @@ class ReplayedCollector:
         if digest_of(found) != group.digest:
             raise ValueError(
                 f"Step {step + 1}: the samples of ticket {group.ticket} are not those of the recorded run. Repeat it "
-                "with the same model, data, reward and engine, on the same kind of machine."
+                "with the same model, data, reward and engine, on the same kind of machine. If the losses of the steps "
+                "before differ more from step to step, the cause is rounding (docs/async.md)."
             )
         return made
 
