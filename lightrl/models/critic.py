@@ -164,6 +164,10 @@ def load_value_head(path: str, config: Any, *, materialize: bool, init_std: floa
         head.bias.zero_()
         with explained(path, "value head"):
             saved = _saved_head(path)
+        if saved and init_std:
+            raise ValueError(
+                f"--critic.head_init_std {init_std:g} has no effect: {path} has a value head of its own. Leave it out."
+            )
         for name, value in saved.items():
             target: Tensor = getattr(head, name)
             if value.shape != target.shape:

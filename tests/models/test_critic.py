@@ -104,6 +104,8 @@ def test_a_new_head_is_zero_or_drawn_from_the_seed(tmp_path: Path) -> None:
 def test_a_saved_critic_is_loaded_with_its_head(tmp_path: Path) -> None:
     critic = load_critic(saved("qwen3", tmp_path / "policy"), materialize=True, init_std=0.5, seed=1)
     critic.save_pretrained(tmp_path / "critic", dict(critic.state_dict()))
+    with pytest.raises(ValueError, match=r"--critic.head_init_std 0.5 has no effect: .*critic has a value head"):
+        load_critic(str(tmp_path / "critic"), materialize=True, init_std=0.5, seed=0)
     again = load_critic(str(tmp_path / "critic"), materialize=True, init_std=0.0, seed=0)
     assert_close(again(two_sequences()).values, critic(two_sequences()).values, atol=0, rtol=0)
     transformers.AutoModel.from_pretrained(tmp_path / "critic")  # others read the body

@@ -79,7 +79,7 @@ def test_ppo_adapts_its_critic_too(toy: Path, toy_flags: list[str], metrics_of: 
     rows = metrics_of(tmp_path / "run")
     assert all(row["critic/grad_norm"] > 0 and row["mismatch/max_abs"] < 1e-5 for row in rows)
     final = tmp_path / "run" / "final_critic"
-    merged = load_critic(str(final), materialize=True, init_std=1.0, seed=0)
+    merged = load_critic(str(final), materialize=True, init_std=0.0, seed=0)
     base = load_critic(str(toy / "model"), materialize=True, init_std=1.0, seed=0)
     assert_close(merged.value_head.weight, trainer.critic.value_head.weight, atol=0, rtol=0)
     adapted = peft.PeftModel.from_pretrained(base.body, str(final / "adapter"))
