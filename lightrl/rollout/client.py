@@ -115,13 +115,12 @@ class EngineClient:
                 "Ask room() before generate()."
             )
         number = self._num_calls if call is None else call
-        seed = mix_seed(_TURN_STREAM, self._seed, number) if number else self._seed
         self._num_calls += 1
         params = replace(
             self._sampling,
             max_new_tokens=room if max_new_tokens is None else min(room, max_new_tokens),
             temperature=self._sampling.temperature if temperature is None else temperature,
-            seed=seed,
+            seed=mix_seed(_TURN_STREAM, self._seed, number) if number else self._seed,
             first_sample=self.sample_index,
             stop_token_ids=(*self._sampling.stop_token_ids, *stop_token_ids, *self._ends(stop)),
             stop=(*self._sampling.stop, *stop),
