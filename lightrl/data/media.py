@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -144,6 +145,19 @@ def _mapped_frames(path: str) -> Any:
             "[frames, height, width, 3]"
         )
     return frames
+
+
+def in_parts(message: dict[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
+    """Returns a message as parts, if its text names the places of images by <image> and of videos by <video>.
+
+    kinds: those to look for: a record without images may contain the word.
+    """
+    content = message["content"]
+    marks = {f"<{kind}>": {"type": kind} for kind in kinds}
+    if not isinstance(content, str) or not any(mark in content for mark in marks):
+        return message
+    pieces = [piece for piece in re.split("(" + "|".join(marks) + ")", content) if piece]
+    return {**message, "content": [marks.get(piece) or {"type": "text", "text": piece} for piece in pieces]}
 
 
 def absolute_paths(paths: Any, folder: Path) -> tuple[str, ...]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightrl.builtin.task import BUILTIN_TASKS, HELD_OUT
 from lightrl.data.held_images import as_files
 from lightrl.data.json_records import LocatedRecord, Record, field_names, inner_value
-from lightrl.data.media import absolute_paths, image_size, media_folder, video_size
+from lightrl.data.media import absolute_paths, image_size, in_parts, media_folder, video_size
 from lightrl.data.mixture import files_of, parts_of
 from lightrl.data.reasoning_tasks import PREFIX, reasoning_records
 from lightrl.data.record_files import ACCEPTED_SOURCES, load_from_disk, load_from_hub
@@ -123,14 +124,14 @@ def build_prompts(
         raise _cannot_build(records, chat_template)
     renderer: Any = media.processor.processor if media and media.processor else tokenizer
     renders_text = chat_template == "always" or (chat_template == "auto" and bool(renderer.chat_template))
-    media_fields = () if media is None else (media.image_field, media.video_field)
+    rendered = partial(_render, renderer, media)
 
     def build(index: int, located: LocatedRecord) -> Prompt:
         record, where = located
         field, value = _find_prompt(record, where, prompt_field)
         user = [{"role": "user", "content": value}]
         messages = user if isinstance(value, str) else _require_messages(value, where, field, renderer is not tokenizer)
-        text = _render(messages, record, where, field, renderer) if renders_text or messages is not user else value
+        text = rendered(messages, record, where, field) if renders_text or messages is not user else value
         if len(text) > _MANY_CHARACTERS:
             _refuse_too_long(text, where, max_prompt_tokens, tokenizer)
         token_ids = tokenize(text, tokenizer, where, is_raw=text is value)
@@ -144,7 +145,7 @@ def build_prompts(
             answer=inner_value(record, answer_field) if "." in answer_field else record.get(answer_field),
             fields={name: other for name, other in record.items() if name not in (field, answer_field)},
         )
-        if media is not None and (media.processor or any(record.get(name) is not None for name in media_fields)):
+        if media is not None and (media.processor or {media.image_field, media.video_field} & record.keys()):
             prompt = _with_media(prompt, record, where, media)
         if prompt.num_tokens > max_prompt_tokens:
             raise _too_long(prompt, where, max_prompt_tokens)
@@ -237,13 +238,19 @@ def _paths(record: Record, where: str, field: str, folder: Path) -> tuple[str, .
         raise ValueError(f"{where}: {field!r} {error}.") from error
 
 
-def _render(messages: list[Record], record: Record, where: str, field: str, renderer: Any) -> str:
+def _render(
+    renderer: Any, media: MediaFields | None, messages: list[Record], record: Record, where: str, field: str
+) -> str:
     """Renders messages with the chat template of a tokenizer, or of a vision-language model's processor."""
     if not renderer.chat_template:
         raise ValueError(
             f"{where}: {field!r} is to be rendered by a chat template, and the tokenizer has none. Use a model that "
             "has one, or give the prompt as a string with --data.chat_template never."
         )
+    if media is not None and media.processor:
+        shown = {"image": record.get(media.image_field), "video": record.get(media.video_field)}
+        kinds = [kind for kind, files in shown.items() if files not in (None, "", [])]
+        messages = [in_parts(message, kinds) for message in messages]
     try:
         return render(renderer, messages, tools_of(record), add_generation_prompt=True)
     except Exception as error:  # a template raises what it likes, for roles that do not alternate for example

@@ -273,6 +273,28 @@ def test_messages_name_their_images_as_parts(tmp_path: Path) -> None:
     assert "name" not in prompt.messages[1]
 
 
+@pytest.mark.parametrize("as_messages", [False, True])
+def test_a_text_may_name_the_places_of_its_images(as_messages: bool, tmp_path: Path) -> None:
+    """As in many data sets on the hub; without images the word is a word."""
+    checkered(28, 28).save(tmp_path / "a.png")
+    np.save(tmp_path / "v.npy", frames(2, 28, 28))
+    texts, fields = ["is <image> or <image> in <video>?", "what is <image>?"], media_fields()
+    records = [
+        {"prompt": [{"role": "user", "content": text}] if as_messages else text, **given}
+        for text, given in zip(
+            texts,
+            ({"images": [str(tmp_path / "a.png")] * 2, "videos": [str(tmp_path / "v.npy")]}, {"images": []}),
+            strict=True,
+        )
+    ]
+    assert fields.processor is not None
+    tokenizer = fields.processor.processor.tokenizer
+    shown, plain = build_prompts(at(*records), tokenizer, max_prompt_tokens=99, media=fields)
+    assert shown.text == f"user:is {IMAGE} or {IMAGE} in {VIDEO}?;assistant:"
+    assert plain.text == "user:what is <image>?;assistant:"
+    assert shown.messages == ({"role": "user", "content": texts[0]},)
+
+
 def test_bad_images_are_told_with_file_and_line(tmp_path: Path) -> None:
     checkered(28, 28).save(tmp_path / "a.png")
     checkered(280, 280).save(tmp_path / "large.png")
