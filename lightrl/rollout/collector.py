@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from lightrl.comm import Comm
 from lightrl.config import RolloutConfig
@@ -249,12 +250,15 @@ def _prepared(
     """
     engine = strategy.serving.engine
     sampling.require_trainable(reports_allowed=engine is not None and engine.engine.reports_allowed)
-    if not sampling.stop or strategy.tokenizer is None:
+    if strategy.tokenizer is None:
         return sampling, evaluation
-    ends = stop_tokens(sampling.stop, strategy.tokenizer)
-    if evaluation is not None and not evaluation.min_new_tokens:  # with a minimum such a token may come and not count
-        evaluation = replace(evaluation, stop_token_ids=ends)
-    return replace(sampling, stop_token_ids=ends), evaluation
+    return _ending(sampling, strategy.tokenizer), evaluation and _ending(evaluation, strategy.tokenizer)
+
+
+def _ending(sampling: SamplingParams, tokenizer: Any) -> SamplingParams:
+    if not sampling.stop or sampling.min_new_tokens:  # with a minimum such a token may come and not count
+        return sampling
+    return replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *stop_tokens(sampling.stop, tokenizer)))
 
 
 def _distinct(errors: Sequence[RewardError]) -> list[RewardError]:

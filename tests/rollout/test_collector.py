@@ -1,5 +1,6 @@
 """Collector on a real strategy and engine in one process: sampling, scoring, evaluation."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,21 @@ def test_an_evaluation_may_have_a_length_of_its_own(strategy: StrategyBase, prom
         assert max(len(item.response_ids) for item in mine.sample(prompts, step=1, group_size=8, temperature=1.0)) <= 4
     assert lengths[1] == 2
     assert 2 < lengths[0] <= 4 <= lengths[2]
+
+
+def test_end_tokens_of_ones_own_stay_beside_stop_strings(
+    strategy: StrategyBase, prompts: list[tuple[int, Prompt]]
+) -> None:
+    assert strategy.tokenizer is not None
+    plus, equal, one = strategy.tokenizer.convert_tokens_to_ids(["+", "=", "1"])
+    own = SamplingParams(stop=("=",), stop_token_ids=(plus,))
+    other = replace(own, stop=("1",), stop_token_ids=(), max_new_tokens=6)
+    mine = Collector(strategy, length_reward, seed=0, max_new_tokens=6, sampling=own, evaluation=other)
+    assert mine.sampling.stop_token_ids == (plus, equal)
+    texts = [item.text for item in mine.sample(prompts, step=1, group_size=8, temperature=1.0)]
+    assert not any({"=", "+"} & set(text[:-1]) for text in texts)
+    assert {"=", "+"} <= {text[-1:] for text in texts}
+    assert mine._evaluation.stop_token_ids == (one,)
 
 
 def test_stop_strings_end_training_and_evaluation_samples(
