@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightrl.config.adapters import POLICY
+from lightrl.models.chat_text import tools_of
 from lightrl.records import Prompt
 from lightrl.rollout.client import EngineClient
 from lightrl.rollout.endpoint.conversations import Call, Conversations
@@ -132,7 +133,7 @@ class Session:
             call = self.conversations.recall(names[end - 1][0]) or self.conversations.recall(names[end - 1][1])
             if call is not None:
                 return call, call.ids + tuple(self._rendered(messages[end:], after=call.turn))
-        if self.task is not None and not tools and histories(_plain(self.task.messages), ())[-1:] == names[-1:]:
+        if self.task is not None and not tools and histories(_plain(self.task), ())[-1:] == names[-1:]:
             return None, self.task.token_ids
         return None, tuple(self._rendered(messages, tools=tools))
 
@@ -228,11 +229,11 @@ class Session:
         return 1 + (zlib.crc32(",".join(map(str, prompt_ids)).encode()) << 16) + repeat
 
 
-def _plain(messages: Sequence[Any]) -> list[dict[str, Any]]:
-    """Returns a data set's messages in the form in which requests are kept; none if one has more than text."""
-    if not all(isinstance(message.get("content"), str) for message in messages):
+def _plain(task: Prompt) -> list[dict[str, Any]]:
+    """Returns a prompt's messages in the form in which requests are kept; none if the prompt has more than text."""
+    if tools_of(task.fields) or not all(isinstance(message.get("content"), str) for message in task.messages):
         return []
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
+    return [{"role": message["role"], "content": message["content"]} for message in task.messages]
 
 
 def _finish_reason(turn: Turn) -> str:

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from endpoint_scripts import TOKENIZER, TOOLS, ScriptedDriver, client_of, converse, session_callers, task_of
 
+from lightrl.data.prompts import build_prompts
 from lightrl.rollout.endpoint.errors import RequestError
 from lightrl.rollout.endpoint.session import Session
 
@@ -35,6 +36,19 @@ def test_the_first_call_with_the_runs_messages_has_the_runs_tokens_and_draws() -
         await chat({"messages": [{"role": "user", "content": "ab c?"}]})
         await made.engine.generate(task_of(TOKENIZER).token_ids, call=0)
         assert driver.log[0] == driver.log[1]
+
+    asyncio.run(run())
+
+
+def test_a_request_without_tools_is_told_of_none_even_if_the_record_has_them() -> None:
+    async def run() -> None:
+        made, driver = session()
+        (told,) = build_prompts([({"prompt": "ab c?", "tools": TOOLS}, "a:1")], TOKENIZER, max_prompt_tokens=999)
+        made.task = told
+        chat, _ = session_callers(made, TOKENIZER)
+        for body in ({"messages": list(told.messages)}, {"messages": list(told.messages), "tools": TOOLS}):
+            await chat(body)
+        assert [prompt for prompt, *_ in driver.log] == [task_of(TOKENIZER).token_ids, told.token_ids]
 
     asyncio.run(run())
 
