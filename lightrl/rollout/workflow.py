@@ -125,7 +125,10 @@ def _begun(engine: EngineClient, data: Prompt, opening: Any) -> Episode:
         return Episode(engine.encode_prompt(asked, tools=tools_of(data.fields)))
     if opening and _is_rendered(data):
         *earlier, last = data.messages
-        asked = [*earlier, {**last, "content": f"{last['content']}{opening}"}]
+        if last["role"] == "user":
+            asked = [*earlier, {**last, "content": f"{last['content']}{opening}"}]
+        else:  # instructions of the system, for example, which the environment's words are no part of
+            asked = [*data.messages, {"role": "user", "content": opening}]
         return Episode(engine.encode_prompt(asked, tools=tools_of(data.fields)))
     episode = Episode(data.token_ids)
     if opening:

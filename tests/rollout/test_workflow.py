@@ -98,6 +98,15 @@ def test_the_first_observation_stands_in_the_users_turn(chat_template: Any, begu
     assert episode.turns == [len(episode.response_ids) - 1]
 
 
+def test_the_first_observation_behind_a_message_of_the_system_is_a_users_message() -> None:
+    mine = client(Recorder())
+    mine.tokenizer.chat_template = "{% for m in messages %}{{ '+' if m.role == 'user' }}{{ m.content }}{% endfor %}="
+    records = [({"messages": [{"role": "system", "content": "1"}]}, "a:1")]
+    (data,) = build_prompts(records, mine.tokenizer, max_prompt_tokens=9)
+    episode = asyncio.run(EnvironmentWorkflow(environment=f"{HERE}Begins").arun_episode(mine, data))
+    assert mine.tokenizer.decode(episode.ids[:-1]) == "1+2="
+
+
 def test_a_message_in_parts_is_left_as_it_is() -> None:
     """Vision-language models read lists of parts, which have no end to add a text to."""
     mine, parts = client(Recorder()), [{"type": "text", "text": "1"}]
