@@ -33,6 +33,7 @@ from lightrl.strategy.saving.state_files import HASH_FILE
 from lightrl.trainers.earlier_run import last_step, read_rows
 from lightrl.trainers.hash_run import compared
 from lightrl.trainers.model_card import write_card
+from lightrl.trainers.turn_end import end_of_turn, stop_at
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -123,6 +124,10 @@ def _write(config: RunConfig, run: Path, step: int, target: Path) -> None:
     strategy.setup_distributed()
     path = str(builtin_model_path()) if config.model == BUILTIN_MODEL else config.model
     policy = load_policy(path, materialize=True, trust_remote_code=config.trust_remote_code)
+    tokenizer = load_tokenizer(path, trust_remote_code=config.trust_remote_code)
+    if isinstance(config, SFTConfig | DPOConfig) and tokenizer.chat_template:
+        end = end_of_turn(tokenizer)  # the answers that it was trained on may be elsewhere
+        stop_at([] if end is None else [end], policy.hf, tokenizer)
     lora: LoraConfig = config.lora
     if lora.is_on:
         add_adapters(policy.hf, lora, seed=config.seed)
@@ -131,5 +136,5 @@ def _write(config: RunConfig, run: Path, step: int, target: Path) -> None:
     strategy.load_ckpt(model, str(run / "checkpoints"), tag=directory.path(step).name, load_module_only=True)
     strategy.save_pretrained(model, target)
     media = MediaProcessor.load(path, trust_remote_code=config.trust_remote_code)
-    saved = media.processor if media else load_tokenizer(path, trust_remote_code=config.trust_remote_code)
+    saved = media.processor if media else tokenizer
     saved.save_pretrained(target)

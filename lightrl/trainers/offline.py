@@ -15,7 +15,6 @@ from lightrl.data.chat_arguments import warn_of_date
 from lightrl.data.example_packing import pack_examples, pair_positions
 from lightrl.data.examples import keep_fitting
 from lightrl.data.sampler import PromptSampler
-from lightrl.engines.base import eos_ids
 from lightrl.metrics import Statistics
 from lightrl.models.multimodal import MediaProcessor
 from lightrl.models.policy import Policy
@@ -23,6 +22,7 @@ from lightrl.records import Example, PackedBatch
 from lightrl.trainers.fit import StepReport, Trainer
 from lightrl.trainers.policy_step import describe_update, even_parts
 from lightrl.trainers.run import RunContext, load_start_policy
+from lightrl.trainers.turn_end import stop_at
 
 Examples = Mapping[int, Example]  # of the whole batch, by position: ranks that split a model see each other's examples
 LossFn = Callable[[Any, PackedBatch, Examples, Statistics], Tensor]
@@ -194,22 +194,12 @@ def load_policy(run: RunContext, examples: ExampleData) -> Policy:
     """Loads the model that the run starts from, to learn from the examples and to stop where their answers end."""
     policy = load_start_policy(run)
     policy.entropy = False  # no loss of offline training reads it
-    _stop_at(examples.ends, run, policy)
+    # The template of many base models ends a turn by a token at which the model does not stop, since it has seen no
+    # conversation yet. Trained on turns, it would write that token and go on.
+    if names := stop_at(examples.ends, policy.hf, run.tokenizer):
+        ends = " or ".join(names)
+        run.strategy.print(f"Answers end with {ends}, at which the trained model will stop (generation_config.json).")
     return policy
-
-
-def _stop_at(ends: set[int], run: RunContext, policy: Policy) -> None:
-    """Adds the last tokens of answers to the model's end tokens.
-
-    The chat template of many base models ends a turn by a token at which the model does not stop, since it has seen no
-    conversation yet. Trained on turns, it would write that token and go on.
-    """
-    known, added = eos_ids(policy.hf, run.tokenizer), run.tokenizer.added_tokens_decoder
-    new = sorted(token for token in ends.difference(known) if token in added and added[token].special)
-    if new:
-        policy.hf.generation_config.eos_token_id = sorted({*known, *new})
-        names = " or ".join(added[token].content for token in new)
-        run.strategy.print(f"Answers end with {names}, at which the trained model will stop (generation_config.json).")
 
 
 def prepare_to_train(run: RunContext, config: OfflineConfig, load: Callable[[], nn.Module]) -> nn.Module:

@@ -1,12 +1,13 @@
-"""Warns if the model does not stop where its chat template ends a turn, as most base models do not."""
+"""Where a chat template ends a turn: most base models do not stop there, unless they are trained on answers."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lightrl.engines.base import eos_ids
 from lightrl.models.chat_text import render
@@ -19,7 +20,7 @@ _ANSWER = "lightrl-ends-here"
 
 def warn_of_unstopped_turns(config: Any, model_path: str, tokenizer: PreTrainedTokenizerBase) -> None:
     """Warns of a token that ends a turn and is none of the model's end tokens, unless --stop names it."""
-    end = _end_of_turn(tokenizer)
+    end = end_of_turn(tokenizer)
     if end is None or end in _end_tokens(model_path, tokenizer, trust_remote_code=config.trust_remote_code):
         return
     text = str(tokenizer.convert_ids_to_tokens(end))
@@ -31,7 +32,17 @@ def warn_of_unstopped_turns(config: Any, model_path: str, tokenizer: PreTrainedT
         )
 
 
-def _end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+def stop_at(ends: Collection[int], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Adds those of the tokens that are special to the model's end tokens, and returns their texts."""
+    known, added = eos_ids(model, tokenizer), tokenizer.added_tokens_decoder
+    new = sorted(token for token in {*ends}.difference(known) if token in added and added[token].special)
+    if new:
+        assert model.generation_config is not None, "a language model has one"
+        model.generation_config.eos_token_id = sorted({*known, *new})
+    return [added[token].content for token in new]
+
+
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Returns the special token that follows an answer in a conversation; None if there is none."""
     turns = [{"role": "user", "content": ""}, {"role": "assistant", "content": _ANSWER}]
     try:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from lightrl.builtin.task import EOS, PAD, VOCABULARY
 from lightrl.config import CheckpointConfig, DPOConfig, ExampleEvalConfig, SFTConfig
 from lightrl.trainers.dpo import DPOTrainer
+from lightrl.trainers.export_run import main
 from lightrl.trainers.sft import SFTTrainer
 
 Options = Callable[[str], dict[str, Any]]
@@ -85,9 +86,12 @@ def test_the_trained_model_stops_at_the_end_token_of_its_template(
     marked = "{% if m.role == 'assistant' %}" + PAD + "{{ strftime_now('') }}{% endif %}"
     (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}" + marked + "{% endfor %}")
     options = {**offline_flags(trainer.kind), "model": str(model), "max_steps": 1}
-    trainer(config(**options, output_dir=str(tmp_path / "run"), checkpoint=CheckpointConfig(every=0))).fit()
-    ends = GenerationConfig.from_pretrained(tmp_path / "run" / "final").eos_token_id
-    assert ends == sorted(map(VOCABULARY.index, (EOS, PAD)))
+    run = tmp_path / "run"
+    trainer(config(**options, output_dir=str(run), checkpoint=CheckpointConfig(every=1))).fit()
+    assert main([str(run), "--step", "1"]) == 0
+    for saved in ("final", "exports/step-1"):
+        ends = GenerationConfig.from_pretrained(run / saved).eos_token_id
+        assert ends == sorted(map(VOCABULARY.index, (EOS, PAD)))
     assert f"Answers end with {PAD}, at which the trained model will stop" in capsys.readouterr().out
     assert "writes today's date" in caplog.text
 
