@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,10 +19,14 @@ def check_stop(stop: Sequence[str], tokenizer: Any) -> None:
         raise ValueError("Stop strings need a tokenizer: set strategy.tokenizer before the engine is set up.")
 
 
-def stop_tokens(stop: Sequence[str], tokenizer: Any) -> tuple[int, ...]:
-    """Returns the tokens that are a stop string by themselves, such as <|im_end|>: an engine can end a sample there."""
+def stop_tokens(stop: Sequence[str], tokenizer: Any, vocab_size: float = math.inf) -> tuple[int, ...]:
+    """Returns the tokens that are a stop string by themselves, such as <|im_end|>: an engine can end a sample there.
+
+    vocab_size: the number of the model's tokens; a tokenizer may have more.
+    """
     found = [(tokenizer.convert_tokens_to_ids(text), text) for text in stop]
-    return tuple(token for token, text in found if token is not None and tokenizer.decode([token]) == text)
+    known = [(token, text) for token, text in found if token is not None and token < vocab_size]
+    return tuple(token for token, text in known if tokenizer.decode([token]) == text)
 
 
 def cut_after_stop(item: Completion, stop: Sequence[str], tokenizer: Any, min_new_tokens: int = 0) -> Completion:

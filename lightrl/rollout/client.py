@@ -147,7 +147,9 @@ class EngineClient:
 
     def _ends(self, stop: Sequence[str]) -> tuple[int, ...]:
         """Returns the texts that are one token, which the engine can end at, unless a minimum lets them pass."""
-        return () if self._sampling.min_new_tokens else stop_tokens(stop, self.tokenizer)
+        if not stop or self._sampling.min_new_tokens:
+            return ()
+        return stop_tokens(stop, self.tokenizer, self._driver.engine.engine.vocab_size)
 
     def _shows_media(self, ids: Sequence[int]) -> bool:
         """Returns whether the tokens begin with the prompt and it has images or videos, which the engine must see."""

@@ -6,9 +6,11 @@ Failures of rewards are counted over all ranks, and stop all ranks or none.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lightrl.comm import Comm
@@ -252,13 +254,16 @@ def _prepared(
     sampling.require_trainable(reports_allowed=engine is not None and engine.engine.reports_allowed)
     if strategy.tokenizer is None:
         return sampling, evaluation
-    return _ending(sampling, strategy.tokenizer), evaluation and _ending(evaluation, strategy.tokenizer)
+    size = math.inf if engine is None else engine.engine.vocab_size
+    prepared = partial(_ending, tokenizer=strategy.tokenizer, vocab_size=size)
+    return prepared(sampling), evaluation and prepared(evaluation)
 
 
-def _ending(sampling: SamplingParams, tokenizer: Any) -> SamplingParams:
+def _ending(sampling: SamplingParams, *, tokenizer: Any, vocab_size: float) -> SamplingParams:
     if not sampling.stop or sampling.min_new_tokens:  # with a minimum such a token may come and not count
         return sampling
-    return replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *stop_tokens(sampling.stop, tokenizer)))
+    ends = stop_tokens(sampling.stop, tokenizer, vocab_size)
+    return replace(sampling, stop_token_ids=(*sampling.stop_token_ids, *ends))
 
 
 def _distinct(errors: Sequence[RewardError]) -> list[RewardError]:

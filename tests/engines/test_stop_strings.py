@@ -96,3 +96,6 @@ def test_a_stop_string_that_is_one_token_ends_a_sample_in_the_engine() -> None:
     pad, four = tokenizer.convert_tokens_to_ids(["<pad>", "4"])
     assert stop_tokens(("<pad>", "4", "42", "none of its tokens"), tokenizer) == (pad, four)
     assert stop_tokens((), tokenizer) == ()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    size = len(tokenizer) - 1  # a model that lacks the token: engines refuse it
+    assert stop_tokens(("4", "<|im_end|>"), tokenizer, size) == (four,)

@@ -47,7 +47,7 @@ class ScriptedDriver:
     def __init__(self, tokenizer, num_words=84):
         self.engine = self
         self.version = 3
-        self.adapters = ("policy",)
+        self.adapters, self.vocab_size = ("policy",), len(tokenizer)
         self.log = []  # (prompt, output, logprobs) of the policy
         self.others = []  # parameters of requests to other adapters
         self._tokenizer, self._num_words = tokenizer, num_words

@@ -24,7 +24,7 @@ class Recorder:
     """Answers every request with token 5 and remembers its parameters."""
 
     def __init__(self) -> None:
-        self.engine = SimpleNamespace(version=3)
+        self.engine = SimpleNamespace(version=3, engine=SimpleNamespace(vocab_size=14))
         self.asked: list[SamplingParams] = []
 
     async def generate(self, prompt: EnginePrompt, params: SamplingParams) -> Completion:
