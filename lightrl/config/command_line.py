@@ -45,7 +45,7 @@ def parse_config(config_class: type[ConfigT], argv: Sequence[str] | None = None,
         flags = [arg.partition("=")[0].replace("-", "_") for arg in args if arg.startswith("--")]
         if len(set(flags)) < len(flags):
             _warn_of_repeated_lists(config_class, flags)
-        words = [*_yaml_flags(config_class, _config_path(args)), *args] if "__config" in flags else args
+        words = [*_yaml_flags(config_class, _config_path(args), flags), *args] if "__config" in flags else args
         import tyro  # noqa: PLC0415  (only the command line needs it)
 
         # The help is in docstrings: looking for comments too would read the sources again at every start.
@@ -138,15 +138,19 @@ def _config_path(args: Sequence[str]) -> str:
     return path
 
 
-def _yaml_flags(config_class: type[Any], path: str) -> list[str]:
-    """Returns a YAML file as flags, so that there is one parser and one set of errors; an empty path holds none."""
+def _yaml_flags(config_class: type[Any], path: str, beside: Sequence[str]) -> list[str]:
+    """Returns a YAML file as flags, so that there is one parser and one set of errors; an empty path holds none.
+
+    beside: the flags of the command line, with underscores only.
+    """
     if not path:
         return []
     types = option_types(config_class)
     flags: list[str] = []
     given: set[str] = set()
     content = [(_own_name(f"--{key}").removeprefix("--"), value) for key, value in flatten(_read_yaml(path))]
-    unused = left_out(dict(content)) if issubclass(config_class, EvaluateConfig) else []
+    is_evaluation = issubclass(config_class, EvaluateConfig)
+    unused = left_out(dict(content), has_other_model="__model" in beside) if is_evaluation else []
     _note_unused(unused, path)
     for name, value in content:
         if name in given:

@@ -46,14 +46,17 @@ class EvaluateConfig(RolloutConfig):
         self.train_data = self.eval_data or self.train_data
 
 
-def left_out(options: Mapping[str, Any]) -> list[str]:
+def left_out(options: Mapping[str, Any], *, has_other_model: bool) -> list[str]:
     """Returns the options of a YAML file that an evaluation leaves out; none unless the file is a training's.
 
     It is if it has an option that only training has, such as those of the algorithm.
+
+    has_other_model: whether the file's model is replaced. Then its adapter is too: a trained model contains it.
     """
     own, trained = option_types(EvaluateConfig), {**option_types(GRPOConfig), **option_types(PPOConfig)}
     of_training = [
         name for name, value in options.items() if (name in OF_STEPS and value) or (name in trained and name not in own)
     ]
-    beside = [name for name in options if name.startswith(_BESIDE) and name not in {*_READ, *of_training}]
+    dropped = (*_BESIDE, "lora.") if has_other_model and options.get("lora.path") else _BESIDE
+    beside = [name for name in options if name.startswith(dropped) and name not in {*_READ, *of_training}]
     return [*of_training, *beside] if of_training else []

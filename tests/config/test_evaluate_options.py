@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.config import EvaluateConfig, GRPOConfig, PPOConfig, WorkflowConfig, parse_config, to_yaml
+from lightrl.config import EvaluateConfig, GRPOConfig, LoraConfig, PPOConfig, WorkflowConfig, parse_config, to_yaml
 from lightrl.config.evaluate import OF_STEPS
 from lightrl.trainers.fit import _MAKERS
 
@@ -59,6 +59,15 @@ def test_of_the_file_of_a_training_only_what_evaluates_is_read(
         assert (read.output_dir, read.rollout.max_staleness, read.top_p) == ("", 0, 1.0)
         said = capsys.readouterr().err
         assert f"note: --config {path} is of a training; the evaluation leaves out its " in said
+
+
+def test_the_adapter_that_a_training_began_with_is_not_added_to_its_model(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(GRPOConfig(model="start", lora=LoraConfig(path="old/adapter", engine="merged"))))
+    given = ["--config", str(path)]
+    assert parse_config(EvaluateConfig, given).lora.path == "old/adapter"
+    assert parse_config(EvaluateConfig, [*given, "--model", "runs/a/final"]).lora == LoraConfig()
+    assert parse_config(EvaluateConfig, [*given, "--model=start", "--lora.path", "mine"]).lora.path == "mine"
 
 
 def test_an_option_that_no_program_has_is_refused_in_the_file_of_a_training(
