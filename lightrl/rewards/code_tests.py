@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import os
@@ -10,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from lightrl.records import Sample
@@ -23,8 +25,9 @@ class CodeTests:
     """The fraction of the prompt's tests that the response's code passes; with all_or_nothing, 1 for all, otherwise 0.
 
     The tests are in a field of the prompt, as a list or its JSON. A test is Python statements such as assert f(2) == 4,
-    which use what the code defines, or {"stdin": ..., "stdout": ...}, for which the code runs as a program. The code is
-    the last fenced block of the response (of Python, or of no stated language), or all of it.
+    which use what the code defines, or {"stdin": ..., "stdout": ...}, for which the code runs as a program; {"inputs":
+    [...], "outputs": [...]} stands for several. The code is the last fenced block of the response (of Python, or of no
+    stated language), or all of it.
     """
 
     def __init__(
@@ -90,25 +93,54 @@ def _lines(text: str) -> list[str]:
 
 
 def _tests_of(fields: Mapping[str, Any], field: str) -> list[str | Mapping[str, str]]:
-    """Reads the prompt's tests; raises ValueError if it has none, which a reward of 0 would hide."""
-    tests = fields.get(field)
-    if isinstance(tests, str) and tests.lstrip().startswith("["):
-        tests = json.loads(tests)
-    if isinstance(tests, str | Mapping):
-        tests = [tests]
-    if not tests:
+    """Reads the prompt's tests; raises ValueError if none of them can fail, which a reward would hide."""
+    given = _parsed(fields.get(field))
+    tests = [test for item in (given if isinstance(given, list | tuple) else [given]) for test in _checked(item)]
+    if all(isinstance(test, str) and _checks_nothing(test) for test in tests):
+        found = f" (statements that no program can fail: {tests[0]!r:.60})" if tests else ""
         raise ValueError(
-            f"the prompt has no tests in the field {field!r}. Name the field that holds them by --reward_args "
+            f"the prompt has no tests in the field {field!r}{found}. Name the field that holds them by --reward_args "
             "code.field=NAME"
         )
-    return [_checked_test(test) for test in tests]
+    return tests
 
 
-def _checked_test(test: Any) -> str | Mapping[str, str]:
-    if isinstance(test, str):
-        return test
-    if isinstance(test, Mapping):
-        pair = {"stdin": test.get("stdin", test.get("input", "")), "stdout": test.get("stdout", test.get("output"))}
-        if all(isinstance(value, str) for value in pair.values()):
-            return pair
+def _parsed(test: Any) -> Any:
+    """Returns what a text holds as JSON, if that is an object or a list; other texts are statements."""
+    if isinstance(test, str) and test.lstrip().startswith(("[", "{")):
+        try:
+            return json.loads(test)
+        except (ValueError, RecursionError):
+            return test
+    return test
+
+
+def _checked(test: Any) -> list[str | Mapping[str, str]]:
+    """Returns the tests that an item stands for; APPS and TACO keep all inputs in one item, and all outputs."""
+    test = _parsed(test)
+    if test is None or isinstance(test, str):
+        return [test] if test else []
+    if isinstance(test, Mapping) and not test.get("fn_name") and test.get("testtype") != "functional":
+        stdins, stdouts = test.get("inputs"), test.get("outputs")
+        if not isinstance(stdins, list) or not isinstance(stdouts, list) or len(stdins) != len(stdouts):
+            stdins, stdouts = [test.get("stdin", test.get("input", ""))], [test.get("stdout", test.get("output"))]
+        if all(isinstance(value, str) for value in (*stdins, *stdouts)):
+            return [{"stdin": stdin, "stdout": stdout} for stdin, stdout in zip(stdins, stdouts, strict=True)]
     raise ValueError(f'a test is {test!r:.200}: it must be a string, or {{"stdin": string, "stdout": string}}')
+
+
+@lru_cache(maxsize=1024)
+def _checks_nothing(test: str) -> bool:
+    """Returns whether the statements only define, import or write down values, so that every program passes."""
+    try:
+        return all(map(_is_idle, ast.parse(test).body))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False  # it fails
+
+
+def _is_idle(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.ClassDef):
+        return all(map(_is_idle, statement.body))
+    if isinstance(statement, ast.Expr | ast.Assign):
+        return not any(isinstance(node, ast.Name | ast.Call) for node in ast.walk(statement.value))
+    return isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.Import | ast.ImportFrom | ast.Pass)

@@ -42,6 +42,35 @@ def test_programs_are_compared_by_their_output() -> None:
     assert rewarded("value = 1\nif __name__ == '__main__':\n    print(4)", mixed) == 1.0
 
 
+def test_inputs_and_outputs_in_lists_or_in_json_are_tests_of_programs() -> None:
+    several = {"inputs": ["1\n", "2\n"], "outputs": ["2\n", "5\n"]}
+    for tests in (
+        several,
+        json.dumps(several),
+        [json.dumps({"input": "1", "output": "2"}), {"stdin": "2", "stdout": ""}],
+    ):
+        assert rewarded("print(int(input()) * 2)", tests) == 1 / 2
+        assert rewarded("print('nonsense')", tests) == 0.0
+    for refused in ({**several, "fn_name": "double"}, {"input": "1", "output": "2", "testtype": "functional"}):
+        with pytest.raises(RewardError, match="a test is .*: it must be a string"):
+            rewarded(DOUBLE, json.dumps(refused))
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "import math\n\nMETADATA = {'author': 'jt'}\n\ndef check(candidate):\n    assert candidate(2) == 4",
+        "class Tests:\n    def test(self):\n        assert double(2) == 5",
+        "('double(2)', 4)",
+        "# assert double(2) == 5",
+    ],
+)
+def test_statements_that_no_program_fails_are_no_tests(test: str) -> None:
+    with pytest.raises(RewardError, match="no tests in the field 'tests' .statements that no program can fail"):
+        rewarded(DOUBLE, test)
+    assert rewarded(DOUBLE, [test, "assert double(2) == 5"]) == 1 / 2  # it may prepare the tests after it
+
+
 @pytest.mark.parametrize(
     "code",
     [
