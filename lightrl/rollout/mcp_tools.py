@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import logging
 import shlex
 import threading
 from collections.abc import Callable, Coroutine
@@ -12,10 +13,13 @@ from concurrent.futures import TimeoutError as WaitTimeoutError
 from typing import Any
 
 from lightrl.imports import import_extra
-from lightrl.rollout.tool_calls import Tool
+from lightrl.rollout.tool_calls import Tool, in_daemon_thread
+
+logger = logging.getLogger(__name__)
 
 _START_S = 60.0  # limit for the server to start and to list its tools, on a busy machine
 _STOP_S = 5.0
+_PING_S = 5.0  # a server that is busy for longer still runs; one that has ended shows it at once
 
 
 class McpToolError(Exception):
@@ -29,29 +33,37 @@ def mcp_tools(command: str) -> list[Tool]:
 
 
 class McpServer:
-    """A running server. Its client has an event loop of its own, which outlives the loops that episodes run on."""
+    """A running server, started again if it ends. Its client's event loop outlives those that episodes run on."""
 
     def __init__(self, command: str) -> None:
         """Starts the server, which ends when this process does."""
         self._library: Any = import_extra("mcp", extra="mcp", needed_by=f"The MCP server {command!r}")
         self._command = command
+        self._restarting = threading.Lock()
+        self._lost = ""  # why the server could not be started again
+        self._running: tuple[Any, asyncio.AbstractEventLoop]  # the session with the server, and its loop
+        self.described = self._start()
+        atexit.register(self.close)
+
+    def _start(self) -> list[Any]:
+        """Starts the server and returns the descriptions of its tools."""
         self._loop = asyncio.new_event_loop()
-        self._session: Any = None
         self._is_over: asyncio.Event | None = None
         started: Future[list[Any]] = Future()
         self._thread = threading.Thread(
-            target=lambda: self._loop.run_until_complete(self._serve(started)), name=f"mcp {command}", daemon=True
+            target=lambda: self._loop.run_until_complete(self._serve(started)),
+            name=f"mcp {self._command}",
+            daemon=True,
         )
         self._thread.start()
         try:
-            self.described = started.result(_START_S)
+            return started.result(_START_S)
         except (Exception, WaitTimeoutError) as error:
             reason = f"{type(error).__name__}: {error}".rstrip(": ")
             raise ValueError(
-                f"The MCP server {command!r} does not answer ({reason}). Give the command that starts it and lets it "
-                'speak over stdin and stdout, such as mcp="python my_server.py".'
+                f"The MCP server {self._command!r} does not answer ({reason}). Give the command that starts it and "
+                'lets it speak over stdin and stdout, such as mcp="python my_server.py".'
             ) from error
-        atexit.register(self.close)
 
     async def _serve(self, started: Future[list[Any]]) -> None:
         self._is_over = asyncio.Event()
@@ -64,7 +76,7 @@ class McpServer:
             ):
                 await session.initialize()
                 listed = await session.list_tools()
-                self._session = session
+                self._running = session, self._loop
                 started.set_result(list(listed.tools))
                 await self._is_over.wait()
         except BaseException as error:
@@ -73,12 +85,47 @@ class McpServer:
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """Returns the text of a tool's result; raises McpToolError if the server reports an error."""
-        running = asyncio.run_coroutine_threadsafe(self._session.call_tool(name, arguments), self._loop)
-        result = await asyncio.wrap_future(running)
+        session, loop = self._running
+        if not loop.is_running():
+            await in_daemon_thread(self._revive, {"session": session})
+            session, loop = self._running
+        try:
+            sent = asyncio.run_coroutine_threadsafe(session.call_tool(name, arguments), loop)
+            result = await asyncio.wrap_future(sent)
+        except Exception:
+            await in_daemon_thread(self._revive, {"session": session})
+            raise
         text = "\n".join(part.text for part in result.content if hasattr(part, "text"))
         if _either(result, "is_error", "isError"):
             raise McpToolError(text)
         return text
+
+    def _revive(self, session: Any) -> None:
+        """Starts the server again if it has ended, once for all calls that were sent to it."""
+        with self._restarting:
+            if self._lost:
+                raise McpToolError(self._lost)
+            if session is not self._running[0] or self._runs():
+                return
+            logger.warning("The MCP server %r has ended. It is started again.", self._command)
+            self.close()
+            try:
+                self._start()
+            except ValueError as error:
+                self._lost = str(error)
+                raise McpToolError(self._lost) from error
+
+    def _runs(self) -> bool:
+        session, loop = self._running
+        if not loop.is_running():
+            return False
+        try:
+            asyncio.run_coroutine_threadsafe(session.send_ping(), loop).result(_PING_S)
+        except (TimeoutError, WaitTimeoutError):
+            return True
+        except Exception:
+            return False
+        return True
 
     def close(self) -> None:
         """Ends the server."""

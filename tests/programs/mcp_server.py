@@ -1,4 +1,6 @@
-"""An MCP server with two tools, over stdin and stdout."""
+"""An MCP server with three tools, over stdin and stdout."""
+
+import os
 
 try:
     from mcp.server.fastmcp import FastMCP
@@ -18,6 +20,12 @@ def multiply(a: int, b: int) -> str:
 def burn() -> str:
     """Fails."""
     raise RuntimeError("the tool is on fire")
+
+
+@server.tool()
+def leave() -> str:
+    """Ends the server."""
+    os._exit(1)
 
 
 if __name__ == "__main__":

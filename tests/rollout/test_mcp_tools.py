@@ -25,7 +25,7 @@ def tools() -> list[Tool]:
 
 
 def test_its_tools_are_described_and_called(tools: list[Tool]) -> None:
-    assert [tool.name for tool in tools] == ["multiply", "burn"]
+    assert [tool.name for tool in tools] == ["multiply", "burn", "leave"]
     described: dict[str, Any] = dict(tools[0].schema["function"])
     assert described["description"] == "Multiplies two numbers."
     assert described["parameters"]["required"] == ["a", "b"]
@@ -42,10 +42,36 @@ def test_its_tools_are_described_and_called(tools: list[Tool]) -> None:
     assert asyncio.run(ask("multiply", a=1)).is_error
 
 
+def test_a_server_that_has_ended_is_started_again(tools: list[Tool], caplog: pytest.LogCaptureFixture) -> None:
+    box = ToolBox(tools, timeout_s=30, max_result_chars=60)
+
+    async def ask(*names: str) -> Any:
+        return await asyncio.gather(
+            *(box.answer(ToolCall(name, {"a": 6, "b": 7} if name != "leave" else {})) for name in names)
+        )
+
+    for _ in range(2):
+        assert all(answer.is_error for answer in asyncio.run(ask("leave", "leave")))
+        assert [answer.text for answer in asyncio.run(ask("multiply", "multiply"))] == ["42", "42"]
+    assert caplog.text.count("has ended. It is started again.") == 2
+
+
+def test_a_server_that_cannot_be_started_again_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from lightrl.rollout.mcp_tools import mcp_tools
+
+    program = tmp_path / "server.py"
+    program.write_text(SERVER.read_text())
+    box = ToolBox(mcp_tools(f"{sys.executable} {program}"), timeout_s=30, max_result_chars=400)
+    program.unlink()
+    for name in ("leave", "burn"):
+        assert "does not answer" in asyncio.run(box.answer(ToolCall(name, {}))).text
+    assert caplog.text.count("has ended. It is started again.") == 1
+
+
 def test_the_workflow_takes_them() -> None:
     written = '<tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool_call>'
     text, _ = play(written, "42", tools=(), mcp=f"{sys.executable} {SERVER}")
-    assert text.startswith("[multiply][burn]")
+    assert text.startswith("[multiply][burn][leave]")
     assert "<tool>42<eos>" in text
 
 
