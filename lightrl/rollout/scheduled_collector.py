@@ -123,6 +123,7 @@ class ScheduledCollector(EpisodeCollector):
     def _roll_out(self, driver: PhasedDriver, step: int, group_size: int, sampling: SamplingParams) -> tuple[int, ...]:
         """Generates until there is a batch, and returns its tickets."""
         scheduler = self.schedule.scheduler
+        has_rejected = False  # the filter may leave a step without a group; failures alone may not
         while True:
             self.schedule.open(scheduler.start(step), group_size, step)
             batch = scheduler.batch(step)
@@ -130,8 +131,9 @@ class ScheduledCollector(EpisodeCollector):
                 self._score_finished(step)
                 rejected = self._rejected(batch)
                 if not rejected:
-                    self._require_groups(batch)
+                    _require_groups(batch, has_rejected)
                     return batch
+                has_rejected = True
                 scheduler.lose(rejected)
                 self.schedule.buffer.take(rejected)
                 continue
@@ -205,10 +207,6 @@ class ScheduledCollector(EpisodeCollector):
         self._statistics.add("rollout/filtered", len(mine))
         return rejected
 
-    def _require_groups(self, batch: Sequence[int]) -> None:
-        if not batch and self._pace.keep is None:
-            raise RuntimeError("Every episode of the step has failed or was rejected; the log has the first failure.")
-
     def _pause(self, driver: PhasedDriver) -> None:
         """Takes unfinished samples out of the engine."""
         for key in driver.pause(keep=self._pace.partial):
@@ -225,6 +223,11 @@ class ScheduledCollector(EpisodeCollector):
         if scheduler.rules.tail_batch > 0:
             statistics.maximum("rollout/tail_batch", float(scheduler.is_tail(step)))
         self._num_lost = 0
+
+
+def _require_groups(batch: Sequence[int], has_rejected: bool) -> None:
+    if not batch and not has_rejected:
+        raise RuntimeError("Every episode of the step has failed or was rejected; the log has the first failure.")
 
 
 def scheduled_collector(

@@ -10,6 +10,9 @@ import pytest
 from lightrl.config import DynamicSamplingConfig, EvalConfig, GRPOConfig, PPOConfig, RolloutLogConfig, WorkflowConfig
 from lightrl.config.strategy import CheckpointConfig
 from lightrl.records import Experience, Prompt, Sample, ScoredGroup, Status
+from lightrl.rollout.client import EngineClient
+from lightrl.rollout.episode import Episode
+from lightrl.rollout.workflow import Workflow
 from lightrl.trainers.fit import Trainer
 from lightrl.trainers.grpo import GRPOTrainer
 from lightrl.trainers.ppo import PPOTrainer
@@ -23,6 +26,13 @@ FREE = ("time/", "memory/", "tokens/per_second", "sync/gb_per_s")
 
 def keep_all(group: ScoredGroup) -> bool:
     return True
+
+
+class Broken(Workflow):
+    """Fails in every episode."""
+
+    async def arun_episode(self, engine: EngineClient, data: Prompt) -> Episode:
+        raise OSError("the server is gone")
 
 
 def odd_digits(sample: Sample) -> float:
@@ -60,6 +70,14 @@ def test_a_schedule_that_leaves_nothing_equals_a_plain_run_to_the_bit(
     ours = rows_of(trainer_class, toy, tmp_path / "ours", max_steps=2, rollout=keeps)
     common = [{name: row[name] for name in other} for row, other in zip(ours, plain, strict=True)]
     assert common == plain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"over_issue": 0.5, "max_staleness": 1}])
+def test_a_run_ends_if_all_episodes_fail_even_with_a_filter(options: dict[str, Any], toy: Path, tmp_path: Path) -> None:
+    rollout = WorkflowConfig(workflow=f"{__name__}:Broken", filter="unequal_rewards", **options)
+    with pytest.raises(RuntimeError, match="Every episode of the step has failed or was rejected"):
+        rows_of(GRPOTrainer, toy, tmp_path / "run", max_steps=2, rollout=rollout)
 
 
 @pytest.mark.slow
