@@ -84,7 +84,7 @@ class Judge:
         return _PLACEHOLDER.sub(lambda match: values[match[1]], self._prompt)
 
     def _score(self, reply: str) -> float:
-        scores = self._pattern.findall(reply)
+        scores = self._pattern.findall(_without_thoughts(reply))
         if not scores:
             raise NoVerdictError(f"the judge's reply has no score: {self._without_key(reply)[-200:]!r}")
         text = scores[-1] if isinstance(scores[-1], str) else scores[-1][0]
@@ -143,7 +143,9 @@ class Judge:
         except (KeyError, IndexError, TypeError):
             shown = self._without_key(str(content))[:200]
             raise RuntimeError(f"the judge's reply is no chat completion: {shown}") from None
-        if choice.get("finish_reason") == "length" and not self._pattern.search(text):
+        # By the built-in prompt the score comes last, so that what stands in such a reply is a draft, or half a number.
+        is_cut = choice.get("finish_reason") == "length"
+        if is_cut and (self._prompt == PROMPT or not self._pattern.search(_without_thoughts(text))):
             limit = f"--judge.max_tokens {self._settings.max_tokens}"
             raise NoVerdictError(f"the judge's reply was cut off at {limit} before a score: allow more")
         return text
@@ -153,6 +155,11 @@ class Judge:
         for form in self._key_forms:
             text = text.replace(form, "***")
         return text
+
+
+def _without_thoughts(reply: str) -> str:
+    """Returns what follows the thoughts of a model that writes them into its reply, which may hold scores in draft."""
+    return reply.rpartition("</think>")[2].partition("<think>")[0]
 
 
 class _TransientError(Exception):

@@ -140,6 +140,28 @@ def test_a_reply_that_was_cut_off_names_the_option(server: Server) -> None:
     assert five == 0.5  # a pattern may be for the first token alone
 
 
+@pytest.mark.parametrize("text", ["Score: 1", "At first sight Score: 3, but", "<think>Score: 3? No, Score: 9"])
+def test_a_draft_in_a_reply_that_was_cut_off_is_no_verdict(server: Server, text: str) -> None:
+    cut = json.dumps({"choices": [{"message": {"content": text}, "finish_reason": "length"}]})
+    server.answer = lambda number, body: (200, {}, cut)
+    (error,) = judged(server, "a")
+    assert error.is_no_verdict
+    assert "was cut off" in str(error)
+
+
+def test_thoughts_hold_no_verdict(server: Server) -> None:
+    replies = {
+        "a": "<think>Score: 3</think>Good. Score: 8",
+        "b": "Score: 3</think>I cannot judge this.",
+        "c": "<think>Score: 3",
+    }
+    server.answer = lambda number, body: (200, {}, completion(replies[body["messages"][0]["content"]]))
+    eight, none, unfinished = judged(server, "a", "b", "c", prompt="{response}")
+    assert eight == 0.8
+    for error in (none, unfinished):
+        assert error.is_no_verdict
+
+
 def test_what_may_pass_is_tried_again_and_no_more_than_allowed(server: Server) -> None:
     server.answer = lambda number, body: (
         (429, {"Retry-After": "0.05"}, "slow down") if number < 3 else (200, {}, completion("Score: 5"))
