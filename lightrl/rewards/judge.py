@@ -44,6 +44,7 @@ Is it right, complete and clear? Reason briefly, then end with a line "Score: N"
 (perfect)."""
 _PLACEHOLDER = re.compile(r"\{(question|response|answer)\}")
 _TRANSIENT = {408, 409, 425, 429}  # HTTP codes that are worth a retry, besides all from 500 on
+_NEWER_LIMIT = "max_completion_tokens"  # OpenAI's newer models refuse max_tokens, and name this in the error
 _MAX_WAIT_S = 60.0
 _SPREAD = 0.5  # largest random part of a wait: a busy server must not get the same burst again
 _MAX_THREADS = 256  # the real bound is --reward_concurrency
@@ -66,6 +67,7 @@ class Judge:
             logger.warning("--judge.url is plain http to another machine: the key of --judge.api_key_env can be read.")
         self._threads = ThreadPoolExecutor(max_workers=_MAX_THREADS, thread_name_prefix="judge")
         self._opener = _opener(self._url)
+        self._limit = "max_tokens"  # the server's name for the largest number of tokens of a reply
         self._random = random.Random()  # its own seed on every rank, unlike that of the module, which a user may seed
 
     async def __call__(self, sample: Sample, /) -> float:
@@ -104,7 +106,6 @@ class Judge:
             "model": self._settings.model,
             "messages": [{"role": "user", "content": text}],
             "temperature": self._settings.temperature,
-            "max_tokens": self._settings.max_tokens,
         }
         loop = asyncio.get_running_loop()
         for attempt in range(self._settings.retries + 1):
@@ -124,7 +125,8 @@ class Judge:
         headers = {"Content-Type": "application/json"}
         if self._api_key:
             headers["Authorization"] = f"Bearer {self._api_key}"
-        request = urllib.request.Request(self._url, json.dumps(body).encode(), headers)
+        limited = {**body, (limit := self._limit): self._settings.max_tokens}
+        request = urllib.request.Request(self._url, json.dumps(limited).encode(), headers)
         try:
             with self._opener.open(request, timeout=self._settings.timeout_s) as response:
                 content = json.loads(response.read(_MAX_REPLY_BYTES))
@@ -132,6 +134,9 @@ class Judge:
             # Shortened only after the key is removed, because half a key at the end would not be recognised.
             answer = self._without_key(_body_of(error))
             message = f"HTTP {error.code}: {answer[:500]}"
+            if error.code == 400 and limit == "max_tokens" and _NEWER_LIMIT in answer:
+                self._limit = _NEWER_LIMIT
+                return self._post(body)
             if error.code in _TRANSIENT or error.code >= 500:
                 raise _TransientError(message, _retry_after(error.headers.get("Retry-After"))) from None
             raise RuntimeError(f"the judge at {self._url} refused: {message}") from None

@@ -162,6 +162,22 @@ def test_thoughts_hold_no_verdict(server: Server) -> None:
         assert error.is_no_verdict
 
 
+def test_a_server_that_wants_the_newer_name_of_the_limit_gets_it(server: Server) -> None:
+    refusal = (
+        "Unsupported parameter: 'max_tokens' is not supported with this model. Use 'max_completion_tokens' instead."
+    )
+
+    def answer(number: int, body: Any) -> Answer:
+        return (400, {}, refusal) if "max_tokens" in body else (200, {}, completion("Score: 5"))
+
+    server.answer = answer
+    assert judged(server, "a", retries=0, max_tokens=99) == [0.5]
+    assert [body.get("max_completion_tokens") for _, _, body in server.requests] == [None, 99]
+    server.answer = lambda number, body: (400, {}, refusal)
+    with pytest.raises(RewardError, match="refused: HTTP 400"):
+        judged(server, "a", retries=0)
+
+
 def test_what_may_pass_is_tried_again_and_no_more_than_allowed(server: Server) -> None:
     server.answer = lambda number, body: (
         (429, {"Retry-After": "0.05"}, "slow down") if number < 3 else (200, {}, completion("Score: 5"))
