@@ -77,6 +77,8 @@ def test_statements_that_no_program_fails_are_no_tests(test: str) -> None:
         "import sys\nsys.exit(0)",
         "import os\nos._exit(0)",
         "raise SystemExit",
+        "exit()",
+        "def double(x):\n    quit()",
         "print('0 1 2 3 passed')",
         "def double(x):\n    import os\n    os._exit(0)",
         "def double(x):\n    raise KeyboardInterrupt",

@@ -50,6 +50,10 @@ def test_a_program_reads_and_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (result.exit_code, result.timed_out) == (0, False)
     assert result.stdout.startswith("abab False /")
     assert run_python("import sys; sys.exit(3)").exit_code == 3
+    for program in ("print(1)\nexit()\nprint(2)", "print(1)\nif True:\n    quit(0)\nprint(2)"):
+        left = run_python(program)
+        assert (left.stdout, left.exit_code) == ("1\n", 0)
+    assert run_python("exit(4)").exit_code == 4
     failing = run_python("print('before')\nraise KeyError('mine')")
     assert (failing.stdout, failing.exit_code) == ("before\n", 1)
     assert "KeyError: 'mine'" in failing.stderr

@@ -51,6 +51,7 @@ def serve_program(source: str, reader: int, writer: int) -> int:
 
 
 def _fresh_module(name: str) -> ModuleType:
+    builtins.__dict__.update(exit=sys.exit, quit=sys.exit)  # the module `site` defines them, which is not loaded here
     module = ModuleType(name)
     module.__dict__["__builtins__"] = builtins
     sys.modules[name] = module  # dataclasses, pickle and typing look up the module there
