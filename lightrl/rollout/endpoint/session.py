@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 import zlib
 from collections import Counter
@@ -63,6 +64,9 @@ class Session:
         self._driver_loop = driver_loop
         self._context = copy_context()  # of the episode, with its journal; requests run in another context
         self._wait_s = wait_s
+        # A visitor has a session for each request, and the ids of its tool calls must differ all the same.
+        self._call_ids = "call" if task is not None else f"call_{secrets.token_hex(6)}"
+        self._num_replies = 0
         self._num_asked: Counter[tuple[tuple[int, ...], str]] = Counter()
         self._running: set[asyncio.Task[Any]] = set()
 
@@ -98,7 +102,8 @@ class Session:
         for turn in turns:
             call = self._record(prompt_ids, turn, parent, wish)
             text = cut_before_stop(turn.text, wish.stop)
-            ids = f"call_{len(self.conversations.calls)}_"
+            self._num_replies += 1
+            ids = f"{self._call_ids}_{self._num_replies}_"
             message = answer_message(text, call_ids=ids, with_tools=bool(tools))
             resent = checked_messages([message])  # as the client will send it with its next request
             if wish.adapter == POLICY:

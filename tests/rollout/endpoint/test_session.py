@@ -9,7 +9,7 @@ from endpoint_scripts import TOKENIZER, TOOLS, ScriptedDriver, client_of, conver
 
 from lightrl.data.prompts import build_prompts
 from lightrl.rollout.endpoint.errors import RequestError
-from lightrl.rollout.endpoint.session import Session
+from lightrl.rollout.endpoint.session import Session, Wish
 
 
 def test_trained_tokens_are_the_engines_in_random_conversations() -> None:
@@ -130,5 +130,22 @@ def test_a_visitor_is_answered_and_leaves_no_trace() -> None:
         await chat({"messages": [{"role": "user", "content": "a"}], "temperature": 0})
         assert len(driver.log) == 1
         assert visitor.episodes() == made.episodes() == []
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("who", [{}, {"adapter": "opponent"}])
+def test_tool_calls_outside_the_policys_conversation_have_ids_of_their_own(who: dict[str, str]) -> None:
+    async def run() -> None:
+        made, driver = session()
+        driver.adapters = ("policy", "opponent")
+        ids = []
+        for text in map(str, range(60)):
+            speaker = made if who else made.for_visitor()
+            messages = [{"role": "user", "content": text}]
+            for reply in await speaker.chat(messages, TOOLS, Wish(**who)):
+                ids += [call["id"] for call in reply.message.get("tool_calls", ())]
+        assert len(ids) > 2
+        assert len(set(ids)) == len(ids)
 
     asyncio.run(run())
