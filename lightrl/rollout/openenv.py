@@ -59,7 +59,7 @@ class OpenEnvEnvironment:
     def _text(self, observation: Any) -> str:
         fields = observation if isinstance(observation, Mapping) else observation.model_dump(mode="json")
         if not self._observation_field:
-            return json.dumps(fields)
+            return json.dumps(fields, ensure_ascii=False)  # as the policy reads it elsewhere
         if self._observation_field not in fields:
             raise ValueError(
                 f"The observation has no field {self._observation_field!r}. It has {', '.join(fields)}: name one by "

@@ -73,6 +73,7 @@ def test_the_field_of_an_observation_is_checked_and_may_be_left_out() -> None:
     assert environment._make is FakeClient
     whole = OpenEnvEnvironment(base_url="", client=f"{__name__}:FakeClient")
     assert asyncio.run(whole.reset(PROMPT)) == '{"text": "+", "n": 0}'
+    assert whole._text({"text": "\u4e2d"}) == '{"text": "\u4e2d"}'
 
 
 def test_observations_may_hold_what_json_has_no_type_for() -> None:
