@@ -110,6 +110,8 @@ def _parsed_call(text: str) -> tuple[str, str] | None:
     try:
         call = json.loads(text)
         name, arguments = call["name"], call.get("arguments", {})
+        if isinstance(arguments, str):  # the object as a text, as in OpenAI's own messages
+            arguments = json.loads(arguments)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     if not isinstance(name, str) or not isinstance(arguments, dict):

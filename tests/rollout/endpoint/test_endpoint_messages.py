@@ -69,3 +69,11 @@ def test_without_tools_a_call_is_a_text() -> None:
 def test_the_text_ends_before_the_first_stop() -> None:
     assert cut_before_stop("abcd", ["d", "c"]) == "ab"
     assert cut_before_stop("abcd", ["x"]) == "abcd"
+
+
+def test_arguments_may_be_written_as_a_text() -> None:
+    written = '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>'
+    (call,) = answer_message(written, call_ids="c", with_tools=True)["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
+    bad = written.replace("1}", "1")
+    assert answer_message(bad, call_ids="c", with_tools=True) == {"role": "assistant", "content": bad}
