@@ -149,9 +149,7 @@ def digest_of_rows(rows: NamedRows) -> int:
     """Returns the rows' share in the digest of their tensor."""
     head = hashlib.sha256(f"{_described(rows.name, rows.tensor.dtype, rows.shape)}\n".encode())
     values = rows.tensor.detach().cpu().contiguous()
-    if not values.numel():
-        return 0
-    content = values.reshape(len(values) if values.dim() else 1, -1).view(torch.uint8).numpy()
+    content = torch.atleast_1d(values).unsqueeze(-1).flatten(1).view(torch.uint8).numpy()
     total = 0
     for index, row in enumerate(content, start=rows.first):
         digest = head.copy()
@@ -175,11 +173,13 @@ def hash_text(parts: Iterable[tuple[str, int]]) -> str:
 
 
 def write_folder_hash(folder: Path, in_memory: Mapping[str, Tensor | None] | None = None) -> None:
-    """Writes weights.sha256 beside all safetensors files of a Hugging Face folder.
+    """Writes weights.sha256 beside all safetensors files of a Hugging Face folder, and lets its readers read these too.
 
     A tensor that is in memory under the same name as in the file is not read from the disk.
     """
     save_bytes(folder / HASH_FILE, _hash_of(_folder_rows(folder, in_memory or {})).encode())
+    for path in folder.glob("*.safetensors"):
+        path.chmod((folder / HASH_FILE).stat().st_mode)  # safetensors gives its files 0600, whatever the umask
 
 
 def write_state_hash(folder: Path) -> None:

@@ -86,3 +86,8 @@ def test_tensors_in_memory_are_not_read(tmp_path: Path) -> None:
     here = {"b": WEIGHTS["b"] + 1, "a.scale": torch.zeros(3)}
     text = folder_hash(tmp_path / "memory", WEIGHTS, in_memory=here)
     assert text == folder_hash(tmp_path / "file", {**WEIGHTS, "b": WEIGHTS["b"] + 1})
+
+
+def test_who_may_read_the_hash_may_read_the_weights(tmp_path: Path) -> None:
+    folder_hash(tmp_path / "model", WEIGHTS, {"c": WEIGHTS["b"]})
+    assert len({path.stat().st_mode for path in (tmp_path / "model").iterdir()}) == 1
