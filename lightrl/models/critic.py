@@ -19,7 +19,7 @@ from transformers.utils.hub import cached_file
 
 from lightrl.models.multimodal import FAMILIES, embedded
 from lightrl.models.packed_attention import packed_hidden_states
-from lightrl.models.policy import Policy, explained, prepare_decoder, remove_randomness
+from lightrl.models.policy import QUANTISED, Policy, explained, prepare_decoder, quantised_weights, remove_randomness
 from lightrl.models.token_split import SequenceGroup, apply_to_split
 from lightrl.records import PackedBatch, ScoresAndValues, StateValues
 
@@ -190,6 +190,8 @@ def _load_body(path: str, trust_remote_code: bool) -> PreTrainedModel:
         body, report = AutoModel.from_pretrained(
             path, dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True
         )
+    if hasattr(body, QUANTISED):
+        raise quantised_weights(path)
     missing = sorted(report["missing_keys"])
     if missing:
         raise ValueError(f"--model {path} lacks weights: {', '.join(missing[:5])}. Give a whole model.")

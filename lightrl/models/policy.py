@@ -41,6 +41,8 @@ from lightrl.records import EncodedPrompt, PackedBatch, TokenScores
 
 disable_progress_bar()  # every rank would draw one; the run has its own
 
+_DEQUANTISED = ("fp8", "mxfp4")  # kinds of quantisation that transformers undoes as it loads, without kernels for them
+QUANTISED = "hf_quantizer"  # an attribute of transformers' models whose weights are still quantised after the load
 _CLASSIFIER_HEAD = "score.weight"  # as transformers names it in a decoder that scores sequences
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _RATES = ("dropout", "pdrop", "drop_prob", "drop_rate", "drop_path_rate", "layerdrop")  # endings of names
@@ -313,14 +315,14 @@ def load_policy(path: str, *, materialize: bool, trust_remote_code: bool = False
         materialize: False builds it on the meta device, for ranks that receive its weights later.
     """
     config = load_config(path, trust_remote_code=trust_remote_code)
-    loader = model_loader(config)
+    loader = _loader_of_quantised(config, path) if hasattr(config, "quantization_config") else model_loader(config)
     if materialize:
         with explained(path, "weights"):
             model, found = loader.from_pretrained(
                 path, dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True
             )
-        if found["missing_keys"] or _CLASSIFIER_HEAD in found["unexpected_keys"]:
-            raise _other_weights(path, found)
+        if found["missing_keys"] or _CLASSIFIER_HEAD in found["unexpected_keys"] or hasattr(model, QUANTISED):
+            raise quantised_weights(path) if hasattr(model, QUANTISED) else _other_weights(path, found)
     else:
         with explained(path, "config"):
             model = _empty_model(loader, config, path, trust_remote_code)
@@ -343,6 +345,26 @@ def _make_saveable(generation: GenerationConfig, path: str) -> None:
         generation.update(do_sample=True)
         with explained(path, "generation config"):
             generation.validate(strict=True)
+
+
+def _loader_of_quantised(config: Any, path: str) -> Any:
+    refuse_quantised(config, path)
+    return model_loader(config)
+
+
+def refuse_quantised(config: Any, path: str) -> None:
+    """Raises ValueError for a kind that stays quantised: to load it may be a collective, but only rank 0 loads."""
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is not None and quantised.get("quant_method") not in _DEQUANTISED:
+        raise quantised_weights(path)
+
+
+def quantised_weights(path: str) -> ValueError:
+    """Returns the error for a model with packed weights and scales, which other ranks and engines would not have."""
+    return ValueError(
+        f"--model {path} holds quantised weights (quantization_config in its config.json), which are neither trained "
+        "nor sharded here. Give a folder with its weights in bfloat16 or float32."
+    )
 
 
 def _other_weights(path: str, found: Mapping[str, Iterable[str]]) -> ValueError:

@@ -11,7 +11,15 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 from transformers.utils import logging as transformers_logging
 
 from lightrl.models.packed_attention import packed_hidden_states
-from lightrl.models.policy import explained, prepare_decoder, remove_randomness, response_batch
+from lightrl.models.policy import (
+    QUANTISED,
+    explained,
+    prepare_decoder,
+    quantised_weights,
+    refuse_quantised,
+    remove_randomness,
+    response_batch,
+)
 from lightrl.models.token_split import SequenceGroup, apply_to_split
 from lightrl.records import PackedBatch
 from lightrl.seeding import mix_seed
@@ -85,6 +93,7 @@ def load_reward_model(
 def _config(path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool) -> Any:
     with explained(path, "config"):
         config: Any = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    refuse_quantised(config, path)
     is_classifier = any("SequenceClassification" in name for name in config.architectures or ())
     if is_classifier and config.num_labels != 1:
         raise ValueError(f"--model {path} scores {config.num_labels} labels: a reward model has one. Choose another.")
@@ -113,6 +122,8 @@ def _load(path: str, config: Any, seed: int, *, trust_remote_code: bool) -> PreT
             )
     finally:
         transformers_logging.set_verbosity(verbosity)
+    if hasattr(model, QUANTISED):
+        raise quantised_weights(path)
     head = f"{HEAD_NAME}.weight"
     if not hasattr(model, HEAD_NAME) or getattr(model.score, "bias", None) is not None:
         kind = type(model).__name__

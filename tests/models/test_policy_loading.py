@@ -5,11 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tiny_vlm import tiny_config
 from torch.testing import assert_close
 
 from lightrl.builtin.model import tiny_model
+from lightrl.models.critic import load_critic
 from lightrl.models.policy import check_model_folder, context_length, load_policy, load_tokenizer, model_loader
+from lightrl.models.reward_model import load_reward_model
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +76,34 @@ def test_damaged_weights_are_told(folder: str, tmp_path: Path) -> None:
         file.truncate(1000)
     with pytest.raises(ValueError, match="its weights cannot be read"):
         load_policy(str(copy), materialize=True)
+
+
+def test_quantised_weights_are_told(folder: str, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel"}
+    quantised = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed"}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(
+        json.dumps({**config, "quantization_config": quantised | {"config_groups": groups, "ignore": ["lm_head"]}})
+    )
+    packed: dict[str, torch.Tensor] = {}
+    for name, value in load_file(copy / "model.safetensors").items():
+        if not name.endswith("proj.weight"):
+            packed[name] = value
+            continue
+        packed[f"{name}_packed"] = torch.zeros(value.shape[0], -(-value.shape[1] // 4), dtype=torch.int32)
+        packed |= {f"{name}_scale": torch.ones(value.shape[0], 1), f"{name}_shape": torch.tensor(value.shape)}
+    save_file(packed, copy / "model.safetensors", metadata={"format": "pt"})
+    tokenizer, told = load_tokenizer(str(copy)), "--model .* holds quantised weights"
+    with pytest.raises(ValueError, match=told):
+        load_policy(str(copy), materialize=True)
+    with pytest.raises(ValueError, match=told):
+        load_critic(str(copy), materialize=True, init_std=0.0, seed=0)
+    with pytest.raises(ValueError, match=told):
+        load_reward_model(str(copy), tokenizer, materialize=True, seed=0)
 
 
 def with_generation_config(folder: str, copy: Path, **entries: object) -> str:
