@@ -330,8 +330,12 @@ def plain_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Returns (name, parameter), sorted by name, of all that trains: adapters, and modules that train as a whole."""
-    return sorted((name, item) for name, item in model.named_parameters() if item.requires_grad)
+    """Returns (name, parameter), sorted by name, of adapters, and of modules that train as a whole.
+
+    An adapter counts even where --optim.lr_scales has frozen a part of it, because nobody else has its values.
+    """
+    named = model.named_parameters()
+    return sorted((name, item) for name, item in named if item.requires_grad or is_adapter(name))
 
 
 def is_adapter(name: str) -> bool:

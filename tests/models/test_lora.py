@@ -15,10 +15,11 @@ from torch import nn
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Qwen3Config
 
-from lightrl.config import LoraConfig
+from lightrl.config import LoraConfig, OptimConfig
 from lightrl.models import lora
 from lightrl.models.policy import Policy
 from lightrl.models.score_check import check_scores
+from lightrl.strategy.optim.parameter_kinds import apply_lr_scales
 from lightrl.testing.strategy_contract import single_process
 from lightrl.testing.tiny_training import make_batch, samples, tiny_policy
 
@@ -221,6 +222,16 @@ def test_a_saved_adapter_is_read_by_peft(tmp_path: Path) -> None:
     theirs = peft.PeftModel.from_pretrained(made_of(CONFIGS["llama"]), str(tmp_path))
     assert_close(logits(theirs), logits(ours), atol=1e-6, rtol=0)
     assert json.loads((tmp_path / "adapter_config.json").read_text())["r"] == 4
+
+
+def test_a_part_of_an_adapter_that_is_frozen_is_saved_too(tmp_path: Path) -> None:
+    ours = made_of(CONFIGS["llama"])
+    lora.add_adapters(ours, LoraConfig(rank=4), seed=0)
+    disturb(ours)
+    apply_lr_scales([ours], OptimConfig(lr_scales=("lora_A=0",)), must_match=True)
+    lora.save_adapter(ours, dict(lora.trained_parameters(ours)), tmp_path)
+    theirs = peft.PeftModel.from_pretrained(made_of(CONFIGS["llama"]), str(tmp_path))
+    assert_close(logits(theirs), logits(ours), atol=1e-6, rtol=0)
 
 
 def classifier() -> Any:

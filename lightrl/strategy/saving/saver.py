@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from lightrl.checkpoint import open_directory, resolve_checkpoint
 from lightrl.comm import Comm
-from lightrl.models.lora import is_adapter
+from lightrl.models.lora import is_adapter, trained_parameters
 from lightrl.models.policy import persistent_buffers
 from lightrl.strategy.layout.plain import PlainLayout, has_adapters
 from lightrl.strategy.optim.optimizers import TrainedModels
@@ -159,10 +159,10 @@ class TrainingStateSaver:
         return known[0] if len(known) == 1 else owner_of(model, entries, must_train=must_train)
 
     def _saved_tensors(self, model: nn.Module) -> list[tuple[str, Tensor]]:
-        """Returns every parameter once and the persistent buffers; with adapters, only what is trained."""
+        """Returns every parameter once and the persistent buffers; with adapters, only these and what is trained."""
         named, detached = sorted(model.named_parameters()), self._trainer.layout.detached
         if has_adapters(model):
-            return [(name, detached(parameter)) for name, parameter in named if parameter.requires_grad]
+            return [(name, detached(parameter)) for name, parameter in trained_parameters(model)]
         return [*((name, detached(parameter)) for name, parameter in named), *persistent_buffers(model)]
 
     # ---- Loading -----------------------------------------------------------------------------------------------
