@@ -1,4 +1,4 @@
-"""Where a chat template ends a turn: most base models do not stop there, unless they are trained on answers."""
+"""Finds where a chat template ends a turn, where most base models do not stop unless they are trained on answers."""
 
 from __future__ import annotations
 

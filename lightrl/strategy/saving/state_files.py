@@ -11,6 +11,7 @@ import hashlib
 import io
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -148,10 +149,9 @@ class NamedRows(NamedTuple):
 def digest_of_rows(rows: NamedRows) -> int:
     """Returns the rows' share in the digest of their tensor."""
     head = hashlib.sha256(f"{_described(rows.name, rows.tensor.dtype, rows.shape)}\n".encode())
-    values = rows.tensor.detach().cpu().contiguous()
-    content = torch.atleast_1d(values).unsqueeze(-1).flatten(1).view(torch.uint8).numpy()
+    raw = torch.atleast_1d(rows.tensor.detach().cpu().contiguous()).unsqueeze(-1).flatten(1).view(torch.uint8).numpy()
     total = 0
-    for index, row in enumerate(content, start=rows.first):
+    for index, row in enumerate(raw, start=rows.first):
         digest = head.copy()
         digest.update(index.to_bytes(8, "little"))
         digest.update(row)
@@ -173,13 +173,11 @@ def hash_text(parts: Iterable[tuple[str, int]]) -> str:
 
 
 def write_folder_hash(folder: Path, in_memory: Mapping[str, Tensor | None] | None = None) -> None:
-    """Writes weights.sha256 beside all safetensors files of a Hugging Face folder, and lets its readers read these too.
-
-    A tensor that is in memory under the same name as in the file is not read from the disk.
-    """
+    """Writes weights.sha256 beside a folder's safetensors files, of which it reads what is not in memory."""
     save_bytes(folder / HASH_FILE, _hash_of(_folder_rows(folder, in_memory or {})).encode())
-    for path in folder.glob("*.safetensors"):
-        path.chmod((folder / HASH_FILE).stat().st_mode)  # safetensors gives its files 0600, whatever the umask
+    with suppress(OSError):  # some file systems have no modes; safetensors gives its files 0600, whatever the umask
+        for path in folder.glob("*.safetensors"):
+            path.chmod((folder / HASH_FILE).stat().st_mode)
 
 
 def write_state_hash(folder: Path) -> None:
