@@ -16,7 +16,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 
 from lightrl.imports import load_object
 from lightrl.rewards.async_scoring import without_exit
-from lightrl.rollout.tool_parsers import ToolCall, bad_call
+from lightrl.rollout.tool_parsers import ToolCall, bad_call, typed_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -80,11 +80,12 @@ class ToolBox:
             tool = self._tools.get(call.name)
             if tool is None:
                 return self._error(f"there is no tool {call.name!r}. {self._names}")
+            arguments = typed_arguments(call, tool.schema)
             try:
-                inspect.signature(tool.function).bind(**call.arguments)
+                inspect.signature(tool.function).bind(**arguments)
             except TypeError as error:
-                return self._error(f"{bad_call(f'{call.name}({call.arguments})', error).problem}.")
-            running = asyncio.ensure_future(without_exit(_called(tool, call.arguments)))
+                return self._error(f"{bad_call(f'{call.name}({arguments})', error).problem}.")
+            running = asyncio.ensure_future(without_exit(_called(tool, arguments)))
             try:  # not wait_for(), which would wait for a tool that goes on although it was cancelled
                 await asyncio.wait([running], timeout=self._timeout_s)
             finally:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 _HERMES_END = "</tool_call>"
 _HERMES = re.compile(rf"<tool_call>(.*?){_HERMES_END}", re.DOTALL)
+_TAGS = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
+_PARAMETER_END = "</parameter>"
+_PARAMETER = re.compile(rf"<parameter=([^>\n]+)>\n?(.*?)\n?{_PARAMETER_END}", re.DOTALL)
+_LITERALS = {"True": True, "False": False, "None": None}  # as some policies write them
 _PYTHON = re.compile(r"```(?:python|py)[ \t]*\n(.*?)```", re.DOTALL)
 _DECODER = json.JSONDecoder()
 _MAX_SHOWN = 200  # characters of a bad call that are quoted in its answer
@@ -20,11 +24,15 @@ class ToolCall(NamedTuple):
     name: str
     arguments: dict[str, Any]
     problem: str = ""  # why the call cannot be made, which is then its answer
+    has_texts: bool = False  # whether the arguments are texts, to which the tool's description gives types
 
 
 def hermes_calls(text: str) -> list[ToolCall]:
-    """Finds calls like `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, the notation of Hermes and Qwen."""
-    return [_from_json(written) for written in split_hermes(text)[0]]
+    """Finds calls like `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, the notation of Hermes and Qwen.
+
+    What stands inside may also be `<function=add><parameter=a>1</parameter></function>`, as newer models of Qwen write.
+    """
+    return [call_in(written) for written in split_hermes(text)[0]]
 
 
 def split_hermes(text: str) -> tuple[list[str], str]:
@@ -34,6 +42,11 @@ def split_hermes(text: str) -> tuple[list[str], str]:
     """
     end = text.rfind(_HERMES_END) + len(_HERMES_END)
     return _HERMES.findall(text, 0, end), _HERMES.sub("", text[:end]) + text[end:]
+
+
+def call_in(written: str) -> ToolCall:
+    """Reads what stands in `<tool_call>...</tool_call>`."""
+    return _from_tags(written) if written.lstrip().startswith("<function=") else _from_json(written)
 
 
 def json_calls(text: str) -> list[ToolCall]:
@@ -51,6 +64,38 @@ PARSERS: dict[str, Callable[[str], list[ToolCall]]] = {
     "json": json_calls,
     "python": python_calls,
 }
+
+
+def typed_arguments(call: ToolCall, description: Any) -> dict[str, Any]:
+    """Returns a call's arguments; those that are texts get the types that the description of the tool gives them."""
+    if not call.has_texts:
+        return call.arguments
+    properties = description
+    for key in ("function", "parameters", "properties"):
+        properties = properties.get(key) if isinstance(properties, Mapping) else None
+    known = properties if isinstance(properties, Mapping) else {}
+    return {name: _typed(text, known.get(name)) for name, text in call.arguments.items()}
+
+
+def _typed(text: str, description: Any) -> Any:
+    kinds = description.get("type") if isinstance(description, Mapping) else None
+    if kinds == "string" or (isinstance(kinds, list) and "string" in kinds):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return _LITERALS.get(text.strip(), text)
+
+
+def _from_tags(written: str) -> ToolCall:
+    found = _TAGS.fullmatch(written)
+    if found is None:
+        return bad_call(written, ValueError("a call that begins with <function=...> ends with </function>"))
+    name, body = found.groups()
+    end = body.rfind(_PARAMETER_END) + len(_PARAMETER_END)  # behind it nothing is searched, as in split_hermes()
+    if (_PARAMETER.sub("", body[:end]) + body[end:]).strip():
+        return bad_call(written, ValueError("a call holds only <parameter=...>...</parameter>"))
+    return ToolCall(name.strip(), dict(_PARAMETER.findall(body, 0, end)), has_texts=True)
 
 
 def _from_json(written: str) -> ToolCall:

@@ -41,6 +41,17 @@ def test_a_tool_that_hangs_holds_up_neither_the_others_nor_the_loop() -> None:
     assert found == [("error: no result after 0.2 s", True)] * 40 + [("fine", False)]
 
 
+def test_arguments_that_are_texts_get_the_types_of_the_tool() -> None:
+    def repeat(count: int, word: str) -> str:
+        return f"{word!r} {count + 1}"
+
+    properties = {"count": {"type": "integer"}, "word": {"type": "string"}}
+    schema = {"type": "function", "function": {"name": "repeat", "parameters": {"properties": properties}}}
+    tools = ToolBox([Tool(name="repeat", schema=schema, function=repeat)], timeout_s=5, max_result_chars=50)
+    call = ToolCall("repeat", {"count": "2", "word": "3"}, has_texts=True)
+    assert asyncio.run(tools.answer(call)).text == "'3' 3"
+
+
 def test_an_async_tool_behind_a_plain_decorator_is_awaited() -> None:
     async def late() -> str:
         await asyncio.sleep(0.01)

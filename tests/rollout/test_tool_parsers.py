@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from lightrl.rollout.tool_parsers import ToolCall, hermes_calls, json_calls, python_calls, split_hermes
+from lightrl.rollout.tool_parsers import ToolCall, hermes_calls, json_calls, python_calls, split_hermes, typed_arguments
 
 ADD = {"a": 1, "b": [2]}
 WRITTEN = '{"name": "add", "arguments": {"a": 1, "b": [2]}}'
@@ -19,10 +19,44 @@ def test_hermes() -> None:
     assert split_hermes("a<tool_call>b</tool_call>c<tool_call>d") == (["b"], "ac<tool_call>d")
 
 
+def tags(inside: str) -> str:
+    return f"<tool_call>\n{inside}\n</tool_call>"
+
+
+def test_calls_in_tags() -> None:
+    code = "<parameter=code>\n\nif a < b:\n  c\n\n</parameter>"
+    written = f"<function=add>\n<parameter=a>\n1\n</parameter>\n{code}\n</function>"
+    assert hermes_calls(tags(written)) == [
+        ToolCall("add", {"a": "1", "code": "\nif a < b:\n  c\n"}, has_texts=True)  # without one line break at each end
+    ]
+    assert hermes_calls(tags("<function=now></function>")) == [ToolCall("now", {}, has_texts=True)]
+    for wrong, problem in (
+        ("<function=add><parameter=a>1</parameter>", "ends with </function>"),
+        ("<function=add>a</function>", "a call holds only"),
+        ("<function=add><parameter=a>1</parameter><parameter=b>2</function>", "a call holds only"),
+    ):
+        (call,) = hermes_calls(tags(wrong))
+        assert problem in call.problem
+
+
+def test_texts_get_the_types_of_the_description() -> None:
+    texts = {"a": "1", "b": "1", "c": "[1, 2]", "d": "True", "e": "x", "f": "null", "g": "2"}
+    properties = {"a": {"type": "integer"}, "b": {"type": "string"}, "f": {"type": ["string", "null"]}, "g": "odd"}
+    described = {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
+    typed = {"a": 1, "b": "1", "c": [1, 2], "d": True, "e": "x", "f": "null", "g": 2}
+    assert typed_arguments(ToolCall("f", dict(texts), has_texts=True), described) == typed
+    assert typed_arguments(ToolCall("f", dict(texts), has_texts=True), None) == {**typed, "b": 1, "f": None}
+    assert typed_arguments(ToolCall("f", dict(texts)), described) == texts
+
+
 def test_a_turn_that_repeats_one_token_is_read_at_once() -> None:
     text = f"<tool_call>{WRITTEN}</tool_call>" + "<tool_call>\n" * 20_000  # a search from each takes 50 seconds
     began = time.monotonic()
     assert hermes_calls(text) == [ToolCall("add", ADD)]
+    assert time.monotonic() - began < 1
+    many = "<parameter=a>\n" * 20_000
+    assert hermes_calls(tags(f"<function=add>{many}</function>"))[0].problem
+    assert hermes_calls(tags(f"<function=add>{many}</parameter></function>"))[0].name == "add"
     assert time.monotonic() - began < 1
     for repeated in ("[" * 30_000, '{"a":' * 10_000):  # from each of them: a second
         assert json_calls(f"{WRITTEN} {repeated} {WRITTEN}") == [ToolCall("add", ADD)]

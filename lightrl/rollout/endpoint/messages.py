@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightrl.rollout.endpoint.errors import RequestError
-from lightrl.rollout.tool_parsers import split_hermes
+from lightrl.rollout.tool_parsers import ToolCall, call_in, split_hermes, typed_arguments
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -86,37 +86,31 @@ def _digest(before: bytes, value: Any) -> bytes:
     return hashlib.blake2b(before + text.encode(), digest_size=16).digest()
 
 
-def answer_message(text: str, *, call_ids: str, with_tools: bool) -> dict[str, Any]:
+def answer_message(text: str, *, call_ids: str, tools: Sequence[Any]) -> dict[str, Any]:
     """Returns the policy's message; tool calls that can be parsed are in tool_calls and not in the content.
 
     Args:
         text: What the policy said.
         call_ids: Prefix of the ids of its tool calls.
-        with_tools: Whether the request has tools; without tools a call is just text.
+        tools: Those of the request; without tools a call is just text.
     """
-    found, rest = split_hermes(text) if with_tools else ([], text)
-    calls = [call for call in map(_parsed_call, found) if call is not None]
-    if not calls or len(calls) < len(found):  # the agent should see calls that cannot be parsed
+    found, rest = split_hermes(text) if tools else ([], text)
+    calls = list(map(call_in, found))
+    if not calls or any(call.problem for call in calls):  # the agent should see calls that cannot be parsed
         return {"role": "assistant", "content": text}
     content = rest.strip()
     listed = [
-        {"id": f"{call_ids}{index}", "type": "function", "function": {"name": name, "arguments": arguments}}
-        for index, (name, arguments) in enumerate(calls)
+        {"id": f"{call_ids}{index}", "type": "function", "function": _function(call, tools)}
+        for index, call in enumerate(calls)
     ]
     return {"role": "assistant", "content": content or None, "tool_calls": listed}
 
 
-def _parsed_call(text: str) -> tuple[str, str] | None:
-    try:
-        call = json.loads(text)
-        name, arguments = call["name"], call.get("arguments", {})
-        if isinstance(arguments, str):  # the object as a text, as in OpenAI's own messages
-            arguments = json.loads(arguments)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return None
-    return name, json.dumps(arguments, ensure_ascii=False)
+def _function(call: ToolCall, tools: Sequence[Any]) -> dict[str, str]:
+    """Returns a call's name and its arguments as JSON, with the types that the request describes."""
+    own = (tool for tool in tools if isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping))
+    described = next((tool for tool in own if tool["function"].get("name") == call.name), None)
+    return {"name": call.name, "arguments": json.dumps(typed_arguments(call, described), ensure_ascii=False)}
 
 
 def cut_before_stop(text: str, stop: Sequence[str]) -> str:

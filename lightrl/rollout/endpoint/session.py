@@ -104,7 +104,7 @@ class Session:
             text = cut_before_stop(turn.text, wish.stop)
             self._num_replies += 1
             ids = f"{self._call_ids}_{self._num_replies}_"
-            message = answer_message(text, call_ids=ids, with_tools=bool(tools))
+            message = answer_message(text, call_ids=ids, tools=tools)
             resent = checked_messages([message])  # as the client will send it with its next request
             if wish.adapter == POLICY:
                 self.conversations.remember(call, histories([*messages, *resent], tools)[-1])

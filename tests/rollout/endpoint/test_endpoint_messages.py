@@ -9,6 +9,14 @@ import pytest
 from lightrl.rollout.endpoint.errors import RequestError
 from lightrl.rollout.endpoint.messages import answer_message, checked_messages, cut_before_stop, histories
 
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}},
+    },
+}
+
 
 @pytest.mark.parametrize(
     ("value", "message"),
@@ -32,9 +40,7 @@ def names(*messages: dict[str, Any]) -> tuple[bytes, bytes]:
 
 
 def test_the_same_history_has_the_same_name_however_it_is_written() -> None:
-    said = answer_message(
-        ' x <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', call_ids="c", with_tools=True
-    )
+    said = answer_message(' x <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', call_ids="c", tools=[TOOL])
     assert said["content"] == "x"
     call = said["tool_calls"][0]
     assert call == {"id": "c0", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
@@ -58,12 +64,12 @@ def test_the_same_history_has_the_same_name_however_it_is_written() -> None:
     ],
 )
 def test_what_is_no_call_stays_a_text(text: str) -> None:
-    assert answer_message(text, call_ids="c", with_tools=True) == {"role": "assistant", "content": text}
+    assert answer_message(text, call_ids="c", tools=[TOOL]) == {"role": "assistant", "content": text}
 
 
 def test_without_tools_a_call_is_a_text() -> None:
     text = '<tool_call>{"name": "f"}</tool_call>'
-    assert answer_message(text, call_ids="c", with_tools=False)["content"] == text
+    assert answer_message(text, call_ids="c", tools=[])["content"] == text
 
 
 def test_the_text_ends_before_the_first_stop() -> None:
@@ -73,7 +79,22 @@ def test_the_text_ends_before_the_first_stop() -> None:
 
 def test_arguments_may_be_written_as_a_text() -> None:
     written = '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>'
-    (call,) = answer_message(written, call_ids="c", with_tools=True)["tool_calls"]
+    (call,) = answer_message(written, call_ids="c", tools=[TOOL])["tool_calls"]
     assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
     bad = written.replace("1}", "1")
-    assert answer_message(bad, call_ids="c", with_tools=True) == {"role": "assistant", "content": bad}
+    assert answer_message(bad, call_ids="c", tools=[TOOL]) == {"role": "assistant", "content": bad}
+
+
+def test_a_call_in_tags_has_the_types_of_the_request() -> None:
+    """As Qwen3-Coder and later models write calls: all values are texts."""
+    written = (
+        "So\n<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n"
+        "<parameter=b>\n2\n</parameter>\n</function>\n</tool_call>"
+    )
+    said = answer_message(written, call_ids="c", tools=[{"name": "f"}, "no tool", TOOL])
+    assert said["content"] == "So"
+    assert said["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1, "b": "2"}'}
+    (unknown,) = answer_message(written.replace("=f>", "=g>"), call_ids="c", tools=[TOOL])["tool_calls"]
+    assert unknown["function"] == {"name": "g", "arguments": '{"a": 1, "b": 2}'}
+    cut = written.replace("</function>", "")
+    assert answer_message(cut, call_ids="c", tools=[TOOL]) == {"role": "assistant", "content": cut}
