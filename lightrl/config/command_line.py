@@ -138,7 +138,7 @@ def _config_path(args: Sequence[str]) -> str:
     return path
 
 
-def _yaml_flags(config_class: type[Any], path: str, beside: Sequence[str]) -> list[str]:
+def _yaml_flags(config_class: type[Any], path: str, beside: Sequence[str] = ()) -> list[str]:
     """Returns a YAML file as flags, so that there is one parser and one set of errors; an empty path holds none.
 
     beside: the flags of the command line, with underscores only.

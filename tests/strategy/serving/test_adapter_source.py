@@ -143,7 +143,7 @@ def test_an_engine_that_keeps_an_older_adapter_is_named(monkeypatch: pytest.Monk
 
 def test_the_canary_sees_an_engine_that_applies_adapters_twice() -> None:
     strategy, policy = served()
-    for part in engine_of(strategy)._runner._fused._parts:  # type: ignore[union-attr]
+    for part in engine_of(strategy)._runner._fused.parts():  # type: ignore[union-attr]
         if isinstance(part, adapted.AdaptedLinear):
             part._up.mul_(2)  # behind the comparison of weights
     strategy.serving.num_syncs = 0  # the canary is due
