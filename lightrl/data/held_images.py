@@ -26,8 +26,8 @@ def as_files(images: Any) -> Any:
 
 
 def _as_file(image: Any) -> Any:
-    if isinstance(image, Mapping) and set(image) == {"bytes", "path"}:
-        image = image["path"] if image["bytes"] is None else image["bytes"]
+    if isinstance(image, Mapping) and image and image.keys() <= {"bytes", "path"}:
+        image = image.get("path") if image.get("bytes") is None else image["bytes"]
     if isinstance(image, bytes):
         return str(_written(image))
     return str(_written(_png(image))) if hasattr(image, "getexif") else image

@@ -92,7 +92,7 @@ class McpServer:
         try:
             sent = asyncio.run_coroutine_threadsafe(session.call_tool(name, arguments), loop)
             result = await asyncio.wrap_future(sent)
-        except Exception:
+        except Exception:  # the policy reads it; the next call finds a server
             await in_daemon_thread(self._revive, {"session": session})
             raise
         text = "\n".join(part.text for part in result.content if hasattr(part, "text"))
@@ -116,6 +116,7 @@ class McpServer:
                 raise McpToolError(self._lost) from error
 
     def _runs(self) -> bool:
+        """Returns whether the server answers, or is only busy."""
         session, loop = self._running
         if not loop.is_running():
             return False
@@ -123,7 +124,7 @@ class McpServer:
             asyncio.run_coroutine_threadsafe(session.send_ping(), loop).result(_PING_S)
         except (TimeoutError, WaitTimeoutError):
             return True
-        except Exception:
+        except Exception:  # the library has several for a connection that is gone
             return False
         return True
 

@@ -82,7 +82,7 @@ def as_tiles(weight: Tensor) -> Tensor | None:
 
 
 def make_tiles(weight: Tensor) -> Callable[[], TileWeight] | None:
-    """Returns what makes the products of layers like this one; None if this machine has no tiles for its type."""
+    """Returns the constructor of packed weights of this type; None if this machine has no tiles for it."""
     if weight.dtype != torch.bfloat16 or weight.device.type != "cpu" or not torch.cpu._is_amx_tile_supported():
         return None
     library = compiled(_SOURCE, {})
