@@ -121,12 +121,14 @@ def main() -> None:
         "--rounds", type=int, default=7, help="turns of each side, of which the median counts (default: %(default)s)"
     )
     parser.add_argument("--share_weights", action="store_true", help="let the engine read the trainer's weights")
+    parser.add_argument("--cpu_kernels", action="store_true", help="read weights with compiled kernels")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for name in arguments.strategies:
         for dtype in arguments.dtypes:
             flags = ["--strategy", name, "--canary_every", "0", "--dtype", dtype]
             flags += ["--native.share_weights", str(arguments.share_weights)]
+            flags += ["--native.cpu_kernels", str(arguments.cpu_kernels)]
             strategy = create_strategy(parse_config(GRPOConfig, flags))
             strategy.setup_distributed(timedelta(seconds=300))
             for model in arguments.models:

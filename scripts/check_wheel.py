@@ -14,6 +14,7 @@ DATA_FILES = (
     "py.typed",
     "engines/native/kernels.c",
     "engines/native/amx.c",
+    "engines/weights/row_sums.c",
     "report/page.html",
     "report/page.css",
     "report/page.js",

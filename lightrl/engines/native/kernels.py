@@ -26,6 +26,7 @@ from lightrl.engines.native.cache import RowCache
 from lightrl.engines.native.engine import NativeEngine
 from lightrl.engines.native.forward import FusedForward, ModelRunner, RMSNorm
 from lightrl.engines.native.sampler import PLAIN, SamplingPlan, sample
+from lightrl.engines.weights.row_sums import compile_row_sums
 
 _SOURCE = Path(__file__).with_suffix(".c")
 _FEWEST_LANES = 4  # floats of the smallest registers
@@ -166,6 +167,7 @@ def engine_with_kernels(make: Callable[..., NativeEngine], model: PreTrainedMode
     """Makes an engine whose decode steps use the kernels; raises ValueError if they do not support the model."""
     engine = make(model, **settings)
     engine._runner.replace_fused(KernelForward)
+    compile_row_sums()
     if engine.draw is sample:  # other engines also return what they excluded
         engine.draw_with(partial(_draw, weakref.ref(engine._runner)))  # weak, so that close() frees the model
     return engine

@@ -21,6 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightrl.engines.weights.row_sums import row_sums
+
 _ROW = 1 << 12  # bytes that are multiplied together
 _NUM_SUMS = 2  # sums of each row
 _IN_CACHE = 1 << 8  # rows that a CPU reads once per sum
@@ -182,8 +184,12 @@ def _in_order(tensor: Tensor, span: Span) -> Iterator[tuple[Tensor, int]]:
 
 def _product(rows: Tensor) -> Tensor:
     """Returns the product of rows of bytes and the matrix, [_NUM_SUMS, rows] integers."""
-    if rows.device.type == "cpu" and _has_exact_product():
-        return _integer_product(rows)
+    if rows.device.type == "cpu":
+        sums = row_sums(rows, _matrix(rows.device, torch.int8))
+        if sums is not None:
+            return sums
+        if _has_exact_product():
+            return _integer_product(rows)
     matrix = _matrix(rows.device, torch.float64)  # exact: a sum is below 2**31
     return torch.cat([matrix.mm(part.to(torch.float64).t()).to(torch.int32) for part in rows.split(_ON_DEVICE)], 1)
 
