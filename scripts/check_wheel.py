@@ -14,6 +14,8 @@ DATA_FILES = (
     "py.typed",
     "engines/native/kernels.c",
     "engines/native/amx.c",
+    "engines/native/amx_split.c",
+    "engines/native/tiles.h",
     "engines/weights/row_sums.c",
     "report/page.html",
     "report/page.css",

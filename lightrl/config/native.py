@@ -26,8 +26,8 @@ class NativeEngineConfig:
     Strategies single and ddp in float32, without LoRA."""
     cpu_kernels: bool = False
     """On a CPU, compute what is not a matrix product with C code that is compiled at the start, which takes a second;
-    with AMX also the products of bfloat16 weights, with AVX-512 VNNI also the proofs of a weight sync. Needs a C
-    compiler. For Llama, Mistral, Qwen2 and Qwen3."""
+    with AMX also matrix products, with AVX-512 VNNI also the proofs of a weight sync. Needs a C compiler. For Llama,
+    Mistral, Qwen2 and Qwen3."""
 
 
 def check_cpu_kernels(config: Any) -> None:

@@ -3,36 +3,9 @@
    A tile of the rows is 16 rows by 32 inputs; one of the weights is 16 pairs of adjacent inputs by 16 outputs. Sums are
    float32 and are rounded once. */
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__linux__)
+#include "tiles.h"
 
-#include <immintrin.h>
-#include <stdint.h>
-#include <string.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-#define INLINE static inline __attribute__((always_inline))
-#define REQUEST_PERMISSION 0x1023 /* ARCH_REQ_XCOMP_PERM of Linux */
-#define TILE_REGISTERS 18         /* XFEATURE_XTILEDATA */
-#define TILE 512                  /* numbers of a tile */
-
-/* Asks for the registers, which Linux keeps from a process that does not; returns whether it may use them. */
-int can_multiply(void) { return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_REGISTERS) == 0; }
-
-INLINE void configure(void) {
-    struct {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t bytes_of_row[16];
-        uint8_t num_rows[16];
-    } shapes;
-    memset(&shapes, 0, sizeof shapes);
-    shapes.palette = 1;
-    for (int i = 0; i < 8; i++) {
-        shapes.bytes_of_row[i] = 64;
-        shapes.num_rows[i] = 16;
-    }
-    _tile_loadconfig(&shapes);
-}
+#if HAS_TILES
 
 /* Writes the tiles of 16 rows, of which those from `count` on are zeros, `stride` numbers apart. */
 INLINE void gather(long count, long inputs, long stride, const uint16_t *x, uint16_t *tiles) {
@@ -126,9 +99,5 @@ void product(long rows, long depth, long outputs, const uint16_t *x, const uint1
         _tile_release();
     }
 }
-
-#else
-
-int can_multiply(void) { return 0; }
 
 #endif

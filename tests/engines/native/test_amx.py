@@ -1,4 +1,4 @@
-"""Products by tile instructions equal those of float64, up to one rounding to bfloat16."""
+"""Products by tile instructions equal those of float64, up to one rounding of bfloat16 or some of float32."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch.testing import assert_close
 from lightrl.c_library import find_compiler
 from lightrl.engines.native.adapted import AdaptedLinear
 from lightrl.engines.native.amx import as_tiles, make_tiles
-from lightrl.engines.native.products import FusedLinear, PackedHead
+from lightrl.engines.native.products import FusedLinear, PackedHead, fused_linear
 from lightrl.engines.native.row_adapters import NO_ADAPTER, ChosenAdapters
 from lightrl.engines.weights.adapters import Factors
 
 
-def products_or_none():
+def products_or_none(dtype):
     try:
         find_compiler()
     except RuntimeError:
         return None
-    return make_tiles(torch.empty(0, dtype=torch.bfloat16))
+    return make_tiles(torch.empty(512, 512, dtype=dtype))
 
 
-make_weight = products_or_none()
+make_weight, make_split = products_or_none(torch.bfloat16), products_or_none(torch.float32)
 needs_tiles = pytest.mark.skipif(make_weight is None, reason="needs a processor with AMX, and a compiler that knows it")
 
 
@@ -114,9 +114,13 @@ def test_hidden_states_that_are_not_adjacent_are_left_to_torch():
     assert torch.equal(hidden, before)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_other_types_have_no_tiles(dtype):
-    assert make_tiles(torch.empty(0, dtype=dtype)) is None
+    assert make_tiles(torch.empty(512, 512, dtype=dtype)) is None
+
+
+def test_float32_weights_of_a_small_model_have_no_tiles():
+    assert make_tiles(torch.empty(98, 128)) is None
 
 
 def linears(*num_outputs, num_inputs=64, bias=True):
@@ -160,3 +164,105 @@ def test_an_adapted_layer_keeps_its_adapters():
 def test_a_head_scores_any_vocabulary():
     head, hidden = nn.Linear(64, 61, bias=False, dtype=torch.bfloat16), drawn(5, 64)
     assert_rounded_once(PackedHead(head, make_weight())(hidden), hidden.double() @ head.weight.double().T)
+
+
+# ---- float32 weights
+
+
+def drawn_float32(*shape):
+    """Draws numbers with all 24 significant bits, of sizes from 1e-3 to 1e3."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator) * 10 ** (6 * torch.rand(shape, generator=generator) - 3)
+
+
+def assert_float32(got, inputs, weight, added=0.0):
+    # MKL's errors also come close to 2**-20 of the sizes; without the third parts they would be 2**-16.
+    sizes = inputs.double().abs() @ weight.double().abs().T + abs(added)
+    errors = (got.double() - (inputs.double() @ weight.double().T + added)).abs()
+    assert got.dtype == torch.float32
+    assert (errors <= 2**-20 * sizes + 1e-30).all(), float((errors / sizes).max())
+
+
+@needs_tiles
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("num_rows", [4, 15, 16, 17, 33, 48, 64, 65, 130, 200, 512])
+@pytest.mark.parametrize("sizes", [(32, 16), (64, 98), (128, 1), (96, 63), (160, 33), (512, 272)])
+def test_float32_products_of_any_number_of_rows_and_outputs(num_rows, sizes):
+    num_inputs, num_outputs = sizes
+    inputs, weight = drawn_float32(num_rows, num_inputs), drawn_float32(num_outputs, num_inputs)
+    bias, tiles = drawn_float32(num_outputs), make_split()
+    assert_float32(tiles.product(inputs, weight), inputs, weight)
+    assert_float32(tiles.product(inputs, weight, bias), inputs, weight, bias.double())
+    # With numbers around what is written, which must stay.
+    hidden = drawn_float32(num_rows + 2, num_outputs)
+    before, rows = hidden.clone(), hidden[1:-1]
+    assert tiles.add_product(rows, inputs, weight)
+    assert_float32(rows, inputs, weight, before[1:-1].double())
+    assert torch.equal(hidden[[0, -1]], before[[0, -1]])
+
+
+@needs_tiles
+def test_float32_numbers_of_all_bits_are_multiplied_exactly():
+    # (2**24 - 1) * 2**-24 has 24 ones, eight in each part; times 1 and times 2**-10 it is exact in float32.
+    number = 1 - 2.0**-24
+    inputs, weight = torch.zeros(4, 32), torch.zeros(2, 32)
+    inputs[:, 3], weight[0, 3], weight[1, 3] = number, 1.0, 2.0**-10
+    assert torch.equal(make_split().product(inputs, weight), torch.tensor([[number, number * 2.0**-10]]).expand(4, 2))
+    assert torch.equal(
+        make_split().product(weight.repeat(2, 1), inputs)[:2, :1], torch.tensor([[number], [number / 1024]])
+    )
+
+
+@needs_tiles
+def test_a_float32_row_has_the_same_bits_beside_any_others():
+    inputs, weight, tiles = drawn_float32(70, 192), drawn_float32(40, 192), make_split()
+    whole = tiles.product(inputs, weight)
+    for row in (0, 20, 66):
+        assert torch.equal(tiles.product(inputs[row : row + 4], weight)[0], whole[row])
+
+
+@needs_tiles
+def test_numbers_that_are_not_finite_reach_only_their_own_row_and_output():
+    inputs, weight = drawn_float32(20, 64), drawn_float32(40, 64)
+    inputs[3, 5], weight[7, 1] = torch.inf, torch.nan
+    got = make_split().product(inputs, weight)
+    assert not got[3].isfinite().any()
+    assert not got[:, 7].isfinite().any()
+    assert got[[*range(3), *range(4, 20)]][:, [*range(7), *range(8, 40)]].isfinite().all()
+
+
+@needs_tiles
+@pytest.mark.parametrize(
+    ("inputs", "weight"),
+    [
+        (torch.ones(4, 48), torch.ones(16, 48)),  # one tile and a half of inputs
+        (torch.ones(4, 64)[:, ::2], torch.ones(16, 32)),
+        (torch.ones(4, 32), torch.ones(32, 16).t()),  # a weight [in, out]
+        (torch.ones(3, 32), torch.ones(16, 32)),
+        (torch.ones(513, 32), torch.ones(16, 32)),  # a prompt
+    ],
+)
+def test_float32_products_that_tiles_do_not_fit_are_left_to_torch(inputs, weight):
+    hidden = torch.ones(len(inputs), len(weight))
+    assert make_split().product(inputs, weight) is None
+    assert not make_split().add_product(hidden, inputs, weight)
+    assert hidden.eq(1).all()
+
+
+@needs_tiles
+@torch.no_grad()
+@pytest.mark.parametrize("num_inputs", [512, 1024])
+@pytest.mark.parametrize("num_rows", [2, 9])
+def test_fused_float32_layers_read_the_parameters_as_they_are(num_inputs, num_rows):
+    torch.manual_seed(0)
+    layers = [nn.Linear(num_inputs, outputs) for outputs in (512, 64)]
+    fused, inputs = fused_linear(layers).packed_as(make_split()), drawn_float32(num_rows, num_inputs)
+    for _ in range(2):
+        weight, bias = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("weight", "bias"))
+        assert_float32(fused(inputs), inputs, weight, bias.double())
+        for layer in layers:
+            layer.weight.mul_(2)  # without a refresh: nothing is kept
+    hidden, weight = drawn_float32(num_rows, 512 + 64), torch.cat([layer.weight for layer in layers])
+    before = hidden.double()
+    FusedLinear.add_to(fused, hidden, inputs) if num_rows < 4 else fused.add_to(hidden, inputs)
+    assert_float32(hidden, inputs, weight, before)
