@@ -132,7 +132,6 @@ def load_critic(path: str, *, materialize: bool, init_std: float, seed: int, tru
             config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
             body = AutoModel.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
     _require_decoder(path, body)
-    body.config.use_cache = False
     return Critic(body, load_value_head(path, body.config, materialize=materialize, init_std=init_std, seed=seed))
 
 

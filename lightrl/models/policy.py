@@ -328,7 +328,6 @@ def load_policy(path: str, *, materialize: bool, trust_remote_code: bool = False
             model = _empty_model(loader, config, path, trust_remote_code)
     if not _PLAIN.issuperset(model.generation_config.to_diff_dict()):
         _make_saveable(model.generation_config, path)
-    model.config.use_cache = False
     policy = Policy(model, entropy=not is_reference)
     policy.is_actor = not is_reference
     return policy

@@ -86,7 +86,6 @@ def load_reward_model(
     else:
         with torch.device("meta"):
             model = loader.from_config(config, trust_remote_code=trust_remote_code, **settings)
-    model.config.use_cache = False
     return RewardModel(model)
 
 

@@ -37,6 +37,16 @@ def test_every_rank_gets_the_same_model_but_one_without_weights(folder: str) -> 
         assert parameter.dtype == torch.float32
 
 
+def test_a_saved_model_keeps_whether_it_generates_with_a_cache(folder: str, tmp_path: Path) -> None:
+    policy, tokenizer = load_policy(folder, materialize=True), load_tokenizer(folder)
+    critic = load_critic(folder, materialize=True, init_std=0.0, seed=0)
+    reward_model = load_reward_model(folder, tokenizer, materialize=True, seed=0)
+    policy.hf.save_pretrained(tmp_path / "policy")
+    critic.save_pretrained(tmp_path / "critic", critic.state_dict())
+    reward_model.hf.save_pretrained(tmp_path / "reward")
+    assert [json.loads((path / "config.json").read_text())["use_cache"] for path in tmp_path.iterdir()] == [True] * 3
+
+
 def test_a_reference_is_no_actor(folder: str) -> None:
     assert load_policy(folder, materialize=True).is_actor
     reference = load_policy(folder, materialize=True, is_reference=True)
