@@ -14,12 +14,21 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, PreTrainedModel
+from transformers import AutoModel, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from lightrl.models.multimodal import FAMILIES, embedded
 from lightrl.models.packed_attention import packed_hidden_states
-from lightrl.models.policy import QUANTISED, Policy, explained, prepare_decoder, quantised_weights, remove_randomness
+from lightrl.models.policy import (
+    QUANTISED,
+    Policy,
+    explained,
+    load_config,
+    prepare_decoder,
+    quantised_weights,
+    refuse_quantised,
+    remove_randomness,
+)
 from lightrl.models.token_split import SequenceGroup, apply_to_split
 from lightrl.records import PackedBatch, ScoresAndValues, StateValues
 
@@ -125,11 +134,12 @@ def load_critic(path: str, *, materialize: bool, init_std: float, seed: int, tru
         materialize: False builds it on the meta device, for ranks that receive its weights later.
         init_std: standard deviation of a new head, for a folder that has none.
     """
+    config = load_config(path, trust_remote_code=trust_remote_code)
+    refuse_quantised(config, path)
     if materialize:
         body = _load_body(path, trust_remote_code)
     else:
         with explained(path, "config"), torch.device("meta"):
-            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
             body = AutoModel.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
     _require_decoder(path, body)
     return Critic(body, load_value_head(path, body.config, materialize=materialize, init_std=init_std, seed=seed))

@@ -114,6 +114,10 @@ def test_quantised_weights_are_told(folder: str, tmp_path: Path) -> None:
         load_critic(str(copy), materialize=True, init_std=0.0, seed=0)
     with pytest.raises(ValueError, match=told):
         load_reward_model(str(copy), tokenizer, materialize=True, seed=0)
+    (copy / "model.safetensors").unlink()  # what is refused needs no weights, on no rank
+    for materialize in (True, False):
+        with pytest.raises(ValueError, match=told):
+            load_critic(str(copy), materialize=materialize, init_std=0.0, seed=0)
 
 
 def with_generation_config(folder: str, copy: Path, **entries: object) -> str:
