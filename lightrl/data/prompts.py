@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -108,6 +108,7 @@ def build_prompts(
     max_prompt_tokens: int,
     chat_template: ChatTemplateUse = "auto",
     media: MediaFields | None = None,
+    vocab_size: int = sys.maxsize,
 ) -> Sequence[Prompt]:
     """Renders and tokenises the records; the error for a record that cannot be used names its file and line.
 
@@ -119,24 +120,24 @@ def build_prompts(
         chat_template: whether a string becomes one user message; "auto": if there is a template. A list of messages is
             always rendered with the template.
         media: the images and videos to read; None reads none.
+        vocab_size: the number of the model's tokens; a tokenizer may have more.
     """
     if not records or chat_template not in get_args(ChatTemplateUse):
         raise _cannot_build(records, chat_template)
     renderer: Any = media.processor.processor if media and media.processor else tokenizer
-    renders_text = chat_template == "always" or (chat_template == "auto" and bool(renderer.chat_template))
-    rendered = partial(_render, renderer, media)
+    renders = chat_template == "always" or (chat_template == "auto" and bool(renderer.chat_template))
 
     def build(index: int, located: LocatedRecord) -> Prompt:
         record, where = located
         field, value = _find_prompt(record, where, prompt_field)
         user = [{"role": "user", "content": value}]
         messages = user if isinstance(value, str) else _require_messages(value, where, field, renderer is not tokenizer)
-        text = rendered(messages, record, where, field) if renders_text or messages is not user else value
+        text = _render(renderer, media, messages, record, where, field) if renders or messages is not user else value
         if len(text) > _MANY_CHARACTERS:
             _refuse_too_long(text, where, max_prompt_tokens, tokenizer)
         token_ids = tokenize(text, tokenizer, where, is_raw=text is value)
-        if not token_ids:
-            raise ValueError(f"{where}: {field!r} has no tokens. It must hold text that the tokenizer knows.")
+        if not token_ids or max(token_ids) >= vocab_size:
+            raise unknown_tokens(token_ids, tokenizer, vocab_size, f"{where}: {field!r}")
         prompt = Prompt(
             index=index,
             text=text,
@@ -263,6 +264,20 @@ def tokenize(text: str, tokenizer: PreTrainedTokenizerBase, where: str, *, is_ra
         return tokenize_raw(text, tokenizer) if is_raw else list(tokenizer(text, add_special_tokens=False)["input_ids"])
     except Exception as error:  # tokenizers raises nothing more specific
         raise _unreadable(text, tokenizer, where, error) from None
+
+
+def unknown_tokens(
+    token_ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, vocab_size: int, where: str
+) -> ValueError:
+    """Returns the error about a text without tokens, or with one that the tokenizer has and the model has not."""
+    if not token_ids:
+        return ValueError(f"{where} has no tokens. It must hold text that the tokenizer knows.")
+    token = max(token_ids)
+    return ValueError(
+        f"{where} has the token {tokenizer.convert_ids_to_tokens(token)!r} of id {token}, and the model's ids end at "
+        f"{vocab_size - 1} (vocab_size in its config.json). Use the tokenizer that belongs to the model, enlarge the "
+        "model with resize_token_embeddings(), or change the text."
+    )
 
 
 def _unreadable(text: str, tokenizer: PreTrainedTokenizerBase, where: str, error: Exception) -> ValueError:

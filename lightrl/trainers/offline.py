@@ -14,6 +14,7 @@ from lightrl.data.balance import assign_to_ranks
 from lightrl.data.chat_arguments import warn_of_date
 from lightrl.data.example_packing import pack_examples, pair_positions
 from lightrl.data.examples import keep_fitting
+from lightrl.data.prompts import unknown_tokens
 from lightrl.data.sampler import PromptSampler
 from lightrl.metrics import Statistics
 from lightrl.models.multimodal import MediaProcessor
@@ -167,6 +168,9 @@ def _keep_fitting(run: RunContext, examples: Sequence[Example], ends: set[int]) 
         longest = example if longest is None or example.num_tokens > longest.num_tokens else longest
         longest_answer = max(longest_answer, *(answer.num_tokens for answer in example.answers))
         ends.update(*(answer.response_ids[-1:] for answer in example.answers))
+        for answer in example.answers:
+            if max(token_ids := (*answer.prompt_ids, *answer.response_ids)) >= run.vocab_size:
+                raise unknown_tokens(token_ids, run.tokenizer, run.vocab_size, f"{example.where}: the example")
         if run.media is not None:
             _require_text_alone(run.media, example)
     run.longest_sequences.append(longest_answer)

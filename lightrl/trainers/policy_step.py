@@ -92,7 +92,6 @@ def _build_prompts(run: RunContext, records: Sequence[Any], source: str, max_new
         _require_answers(records, data.answer_field, source)
     if run.context <= max_new_tokens:
         raise _no_room_for_prompts(max_new_tokens, run.context)
-    media = MediaFields(image_field=data.image_field, video_field=data.video_field, processor=run.media)
     prompts = build_prompts(
         records,
         run.tokenizer,
@@ -100,7 +99,8 @@ def _build_prompts(run: RunContext, records: Sequence[Any], source: str, max_new
         answer_field=data.answer_field,
         max_prompt_tokens=run.context - max_new_tokens,
         chat_template=data.chat_template,
-        media=media,
+        media=MediaFields(image_field=data.image_field, video_field=data.video_field, processor=run.media),
+        vocab_size=run.vocab_size,
     )
     longest_prompt = max(prompt.num_tokens for prompt in prompts)
     longest = longest_prompt + max_new_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +52,7 @@ class RunContext:
     checkpoint: Path | None  # to continue from; None: start at step 0
     model_path: str  # a folder or a Hugging Face name
     context: int  # most tokens, prompt and response together, that the model takes
+    vocab_size: int  # of the model: a tokenizer may have tokens beyond it
     tokenizer: PreTrainedTokenizerBase
     media: MediaProcessor | None  # None: the model takes only text
     encoder: PromptEncoder | None  # turns prompts with images into model inputs; None without media
@@ -99,6 +101,7 @@ def open_run(config: TrainerConfig, *, kind: str, strategy: StrategyBase | None 
         checkpoint=checkpoint,
         model_path=model_path,
         context=stated_context(model_config.get_text_config()),
+        vocab_size=getattr(model_config.get_text_config(), "vocab_size", sys.maxsize),
         tokenizer=tokenizer,
         media=media,
         encoder=PromptEncoder(media) if media is not None else None,

@@ -34,7 +34,9 @@ from lightrl.process_group import check_environment
 from lightrl.strategy import create_strategy
 from lightrl.strategy.base import StrategyBase
 from lightrl.testing import run_program, run_spmd
+from lightrl.trainers.grpo import GRPOTrainer
 from lightrl.trainers.run_folder import RunFolder, open_folder, own
+from lightrl.trainers.sft import SFTTrainer
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 Damage = Callable[[Path], object]
@@ -331,6 +333,23 @@ def test_a_reward_model_generates_no_text(is_tied: bool, toy: Path, tmp_path: Pa
     load_reward_model(str(folder), builtin_tokenizer(), materialize=True, seed=0).hf.save_pretrained(folder)
     with refused(str(folder), "is a reward model or another classifier", "Choose a language model"):
         load_policy(str(folder), materialize=True)
+
+
+@pytest.mark.parametrize("field", ["prompt", "response"])
+def test_a_token_that_only_the_tokenizer_has_is_named(field: str, toy: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(toy / "model", tmp_path / "model")
+    tokenizer = load_tokenizer(str(model))
+    tokenizer.add_tokens(["~"])
+    tokenizer.save_pretrained(model)
+    rows = [{"prompt": "1+2=", "response": "3"}, {"prompt": "1+2=", "response": "3", field: "1~2"}]
+    data = written(tmp_path, "\n".join(map(json.dumps, rows)))
+    paths: dict[str, Any] = {"model": str(model), "train_data": data, "output_dir": str(tmp_path / "run")}
+    makers = [lambda: SFTTrainer(SFTConfig(**paths))]
+    if field == "prompt":
+        makers.append(lambda: GRPOTrainer(GRPOConfig(**paths, reward=("exact_match",))))
+    for make in makers:
+        with refused("data.jsonl:3", "the token '~' of id 14, and the model's ids end at 13"):
+            make()
 
 
 @pytest.mark.parametrize("name", ["", "a:b", "/nowhere", "./nowhere", "a b/c", "a/b/c"])
