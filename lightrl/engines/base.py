@@ -327,8 +327,17 @@ def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = 
     for source in (model.generation_config, model.config, model.config.get_text_config(), tokenizer):
         value = getattr(source, "eos_token_id", None)
         if value is not None:
-            ids.update([value] if isinstance(value, int) else value)
+            ids.update([value] if isinstance(value, int) else _several(value, source))
     return tuple(sorted(ids))
+
+
+def _several(value: Any, source: object) -> list[int]:
+    if isinstance(value, list | tuple) and all(type(token) is int for token in value):
+        return list(value)
+    raise ValueError(
+        f"eos_token_id in the model's {type(source).__name__} is {value!r}. It must be a token id or a list of them: "
+        "correct generation_config.json, or the file that states it. The tokenizer has the id of a token's text."
+    )
 
 
 def outside_vocabulary(ends: Sequence[int], vocab_size: int) -> ValueError:

@@ -1,8 +1,10 @@
 """What engines read off a model: end tokens, architecture, folder."""
 
 import json
+import re
 from pathlib import Path
 
+import pytest
 import torch
 from tiny_engine_models import TEXT_FAMILIES, save_tiny_model
 from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
@@ -28,6 +30,14 @@ def test_eos_ids_collects_every_source() -> None:
     model.config.eos_token_id = None
     model.generation_config = None
     assert eos_ids(model) == ()
+
+
+@pytest.mark.parametrize("value", ["</s>", [2, "</s>"], [2, None], 2.0])
+def test_an_end_token_that_is_no_id_is_told(value: object) -> None:
+    model = tiny()
+    model.generation_config = GenerationConfig(eos_token_id=value)
+    with pytest.raises(ValueError, match=f"GenerationConfig is {re.escape(repr(value))}. It must be a token id"):
+        eos_ids(model)
 
 
 def test_the_architecture_is_that_of_the_class_before_it_was_sharded() -> None:
