@@ -17,6 +17,7 @@ from lightrl.rollout.endpoint.session import Reply, Wish
 
 _MAX_CHOICES = 128
 _MAX_STOPS = 16
+_MOST_SHOWN = 200  # characters of a refused value
 _DISTRIBUTION = {  # settings that change the distribution, each with its neutral value; the run decides them
     "top_p": 1,
     "top_k": -1,
@@ -62,33 +63,46 @@ def adapter_of(body: Mapping[str, Any], model: str, others: Sequence[str]) -> st
 def chat_wish(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]], Wish]:
     """Returns the messages, the tools and the settings of a chat request."""
     messages = checked_messages(body.get("messages"))
-    tools = body.get("tools") or []
+    tools = _given(body, "tools", [])
     if not isinstance(tools, list) or not all(
         isinstance(tool, dict) and isinstance(tool.get("function"), dict) for tool in tools
     ):
-        raise RequestError("'tools' must be a list of objects with a function.", param="tools")
-    choice = body.get("tool_choice") or "auto"
+        raise _wrong("tools", tools, "a list of objects with a function")
+    choice = _given(body, "tool_choice", "auto")
     if choice not in ("auto", "none"):
-        raise RequestError("'tool_choice' must be auto or none: no answer can be forced.", param="tool_choice")
-    kind = body.get("response_format") or {}
+        raise _wrong("tool_choice", choice, "auto or none, because no answer can be forced")
+    kind = _given(body, "response_format", {})
     if not isinstance(kind, dict) or kind.get("type", "text") != "text":
-        raise RequestError("'response_format' must be text: no format can be forced.", param="response_format")
+        raise _wrong("response_format", kind, "text, because no format can be forced")
     if _whole(body, "top_logprobs", 0, low=0):
-        raise RequestError("'top_logprobs' must be 0: only the chosen tokens have logprobs.", param="top_logprobs")
+        raise _wrong("top_logprobs", body["top_logprobs"], "0, because only the chosen tokens have logprobs")
+    for name in ("stream", "logprobs", "return_token_ids"):
+        flag(body, name)
+    wants_usage(body)
     limit = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     return messages, ([] if choice == "none" else tools), _wish(body, limit)
+
+
+def wants_usage(body: Mapping[str, Any]) -> bool:
+    """Returns whether a streamed answer is to end with the numbers of tokens."""
+    options = _given(body, "stream_options", {})
+    if not isinstance(options, dict):
+        raise _wrong("stream_options", options, "an object")
+    return flag(options, "include_usage")
 
 
 def token_wish(body: Mapping[str, Any]) -> tuple[list[int], Wish]:
     """Returns the prompt and the settings of a token request."""
     ids = body.get("token_ids")
     if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
-        raise RequestError("'token_ids' must be a list of at least one integer.", param="token_ids")
+        raise _wrong("token_ids", ids, "a list of at least one integer")
     if body.get("features") or body.get("content_parts"):
         raise RequestError("Images and videos are not taken.", param="features")
-    settings = body.get("sampling_params") or {}
+    if flag(body, "stream"):
+        raise _wrong("stream", True, "false here")
+    settings = _given(body, "sampling_params", {})
     if not isinstance(settings, dict):
-        raise RequestError("'sampling_params' must be an object.", param="sampling_params")
+        raise _wrong("sampling_params", settings, "an object")
     return ids, _wish(settings, "max_tokens")
 
 
@@ -108,16 +122,16 @@ def without_temperature(wish: Wish) -> Wish:
 
 
 def _wish(settings: Mapping[str, Any], limit: str) -> Wish:
-    stop = settings.get("stop") or []
+    stop = _given(settings, "stop", [])
     stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else (None,)
     if len(stops) > _MAX_STOPS or not all(isinstance(text, str) and text for text in stops):
-        raise RequestError(f"'stop' must be a text or a list of up to {_MAX_STOPS} texts.", param="stop")
-    ids = settings.get("stop_token_ids") or []
+        raise _wrong("stop", stop, f"a text or a list of up to {_MAX_STOPS} texts, none of them empty")
+    ids = _given(settings, "stop_token_ids", [])
     if not isinstance(ids, list) or not all(type(token) is int for token in ids):
-        raise RequestError("'stop_token_ids' must be a list of integers.", param="stop_token_ids")
+        raise _wrong("stop_token_ids", ids, "a list of integers")
     temperature = settings.get("temperature")
     if temperature is not None and not _is_number(temperature, 0, 1e6):
-        raise RequestError("'temperature' must be a number of 0 or above.", param="temperature")
+        raise _wrong("temperature", temperature, "a number of 0 or above")
     return Wish(
         num_choices=_whole(settings, "n", 1, low=1, high=_MAX_CHOICES) or 1,
         max_new_tokens=_whole(settings, limit, None, low=1),
@@ -138,8 +152,27 @@ def _whole(body: Mapping[str, Any], name: str, default: int | None, *, low: int,
     if value is None:
         return default
     if type(value) is not int or not low <= value <= high:
-        raise RequestError(f"{name!r} must be a whole number from {low} to {high}.", param=name)
+        raise _wrong(name, value, f"a whole number from {low} to {high}")
     return value
+
+
+def flag(body: Mapping[str, Any], name: str) -> bool:
+    """Returns a setting that is true or false; a text such as "false" would count as true and is refused."""
+    value = _given(body, name, False)
+    if not isinstance(value, bool):
+        raise _wrong(name, value, "true or false")
+    return value
+
+
+def _given(body: Mapping[str, Any], name: str, default: Any) -> Any:
+    value = body.get(name)
+    return default if value is None else value
+
+
+def _wrong(name: str, value: Any, wanted: str) -> RequestError:
+    text = json.dumps(value, default=str)
+    shown = text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+    return RequestError(f"{name!r} must be {wanted}; it is {shown}.", param=name)
 
 
 # ---- Answers ---------------------------------------------------------------------------------------------------------
@@ -147,12 +180,12 @@ def _whole(body: Mapping[str, Any], name: str, default: int | None, *, low: int,
 
 def chat_answer(replies: Sequence[Reply], body: Mapping[str, Any], model: str, tokenizer: Any) -> dict[str, Any]:
     """Returns a chat completion."""
-    with_ids = bool(body.get("return_token_ids"))
+    with_ids = flag(body, "return_token_ids")
     choices = [
         {
             "index": index,
             "message": {"refusal": None, **reply.message},
-            "logprobs": {"content": _named_logprobs(reply, tokenizer)} if body.get("logprobs") else None,
+            "logprobs": {"content": _named_logprobs(reply, tokenizer)} if flag(body, "logprobs") else None,
             "finish_reason": reply.finish_reason,
             **({"token_ids": list(reply.turn.token_ids)} if with_ids else {}),
         }

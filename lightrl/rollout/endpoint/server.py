@@ -208,19 +208,15 @@ class Endpoint:
         wish = self._allowed(replace(wish, adapter=adapter), body, session)
         replies = await session.chat(messages, tools, wish)
         answer = requests.chat_answer(replies, body, body.get("model", self.model), session.engine.tokenizer)
-        if not body.get("stream"):
+        if not requests.flag(body, "stream"):
             return _json(answer)
-        options = body.get("stream_options")
-        wants_usage = isinstance(options, dict) and bool(options.get("include_usage"))
-        return await _streamed(request, requests.chat_events(answer, with_usage=wants_usage))
+        return await _streamed(request, requests.chat_events(answer, with_usage=requests.wants_usage(body)))
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         self.check_key(request)
         body = requests.parsed_body(await request.read())
         adapter = requests.adapter_of(body, self.model, self._others)
         ids, wish = requests.token_wish(body)
-        if body.get("stream"):
-            raise RequestError("'stream' must be false here.", param="stream")
         session = await self._session_of(request)
         replies = await session.complete(ids, self._allowed(replace(wish, adapter=adapter), body, session))
         return _json(requests.token_answer(replies, body, body.get("model", self.model)))

@@ -164,6 +164,16 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     (CHAT, {"messages": MESSAGES, "temperature": -1}, 400, "'temperature' must be a number"),
     (CHAT, b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', 400, "'temperature'"),
     (CHAT, {"messages": MESSAGES, "stop": [3]}, 400, "'stop' must be"),
+    (CHAT, {"messages": MESSAGES, "stop": 0}, 400, "it is 0."),
+    (CHAT, {"messages": MESSAGES, "n": "2"}, 400, 'it is "2".'),
+    (CHAT, {"messages": MESSAGES, "temperature": "0.5"}, 400, 'it is "0.5".'),
+    (CHAT, {"messages": MESSAGES, "stream": "false"}, 400, "'stream' must be true or false; it is \"false\"."),
+    (CHAT, {"messages": MESSAGES, "logprobs": 1}, 400, "'logprobs' must be true or false; it is 1."),
+    (CHAT, {"messages": MESSAGES, "return_token_ids": "no"}, 400, "'return_token_ids' must be true or false"),
+    (CHAT, {"messages": MESSAGES, "stream_options": True}, 400, "'stream_options' must be an object; it is true."),
+    (CHAT, {"messages": MESSAGES, "stream_options": {"include_usage": 1}}, 400, "'include_usage' must be"),
+    (CHAT, {"messages": MESSAGES, "tools": ["x" * 900]}, 400, "x..."),
+    (CHAT, {"messages": MESSAGES, "tools": False}, 400, "'tools' must be"),
     (CHAT, {"messages": MESSAGES, "tools": "x"}, 400, "'tools' must be"),
     (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, 400, "no answer can be forced"),
     (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, 400, "no format can be forced"),
@@ -176,6 +186,8 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("/inference/v1/generate", {"token_ids": [1], "sampling_params": 3}, 400, "must be an object"),
     ("/inference/v1/generate", {"token_ids": [1], "features": {"x": 1}}, 400, "Images"),
     ("/inference/v1/generate", {"token_ids": [1], "stream": True}, 400, "'stream' must be false"),
+    ("/inference/v1/generate", {"token_ids": [1], "stream": "false"}, 400, "'stream' must be true or false"),
+    ("/inference/v1/generate", {"token_ids": [1], "sampling_params": ""}, 400, "must be an object"),
 ]
 
 
