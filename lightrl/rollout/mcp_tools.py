@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 _START_S = 60.0  # limit for the server to start and to list its tools, on a busy machine
 _STOP_S = 5.0
+_MOST_TOOLS = 1000  # a server that repeats its first page would list tools forever
 _PING_S = 5.0  # a server that is busy for longer still runs; one that has ended shows it at once
 
 
@@ -59,7 +60,10 @@ class McpServer:
         try:
             return started.result(_START_S)
         except (Exception, WaitTimeoutError) as error:
-            reason = f"{type(error).__name__}: {error}".rstrip(": ")
+            cause: BaseException = error
+            while nested := getattr(cause, "exceptions", None):  # the client's task groups wrap what went wrong
+                cause = nested[0]
+            reason = f"{type(cause).__name__}: {cause}".rstrip(": ")
             raise ValueError(
                 f"The MCP server {self._command!r} does not answer ({reason}). Give the command that starts it and "
                 'lets it speak over stdin and stdout, such as mcp="python my_server.py".'
@@ -75,13 +79,24 @@ class McpServer:
                 self._library.ClientSession(reader, writer) as session,
             ):
                 await session.initialize()
-                listed = await session.list_tools()
+                listed = await self._listed(session)
                 self._running = session, self._loop
-                started.set_result(list(listed.tools))
+                started.set_result(listed)
                 await self._is_over.wait()
         except BaseException as error:
             if not started.done():
                 started.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+
+    async def _listed(self, session: Any) -> list[Any]:
+        """Returns the descriptions of all tools, which the server may give page by page."""
+        page = await session.list_tools()
+        tools = list(page.tools)
+        while cursor := _either(page, "next_cursor", "nextCursor"):
+            if len(tools) > _MOST_TOOLS or not page.tools:
+                raise ValueError(f"its list of tools does not end; it has given {len(tools)}")
+            page = await session.list_tools(params=self._library.types.PaginatedRequestParams(cursor=cursor))
+            tools += page.tools
+        return tools
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """Returns the text of a tool's result; raises McpToolError if the server reports an error."""

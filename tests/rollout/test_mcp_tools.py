@@ -68,6 +68,31 @@ def test_a_server_that_cannot_be_started_again_is_reported(tmp_path: Path, caplo
     assert caplog.text.count("has ended. It is started again.") == 1
 
 
+PAGED = """
+import json, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    if "id" not in asked:
+        continue
+    answer = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": {"name": "", "version": ""}}
+    if asked["method"] == "tools/list":
+        page = int((asked.get("params") or {}).get("cursor") or 0)
+        answer = {"tools": [{"name": f"tool{page}", "inputSchema": {"type": "object"}}]}
+        answer |= {"nextCursor": str(page + 1)} if page != LAST else {}
+    print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": answer}), flush=True)
+"""
+
+
+def test_every_page_of_tools_is_read_and_an_endless_list_is_refused(tmp_path: Path) -> None:
+    from lightrl.rollout.mcp_tools import mcp_tools
+
+    for last in (2, -1):
+        (tmp_path / f"server{last}.py").write_text(PAGED.replace("LAST", str(last)))
+    assert [tool.name for tool in mcp_tools(f"{sys.executable} {tmp_path}/server2.py")] == ["tool0", "tool1", "tool2"]
+    with pytest.raises(ValueError, match="its list of tools does not end; it has given 1001"):
+        mcp_tools(f"{sys.executable} {tmp_path}/server-1.py")
+
+
 def test_the_workflow_takes_them() -> None:
     written = '<tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool_call>'
     text, _ = play(written, "42", tools=(), mcp=f"{sys.executable} {SERVER}")
