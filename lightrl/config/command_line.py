@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 from lightrl.config.evaluate import EvaluateConfig, left_out
 from lightrl.config.help import help_on, short_help, whole_help
-from lightrl.config.options import nearest_name, option_names, option_types
+from lightrl.config.options import nearest_name, option_types
 from lightrl.config.peer_names import own_names
 from lightrl.config.untrained_options import reason_against, reasons_against
 from lightrl.config.yaml_text import read_yaml
@@ -55,15 +55,33 @@ def parse_config(config_class: type[ConfigT], argv: Sequence[str] | None = None,
         exit_with_user_error(error)
     except SystemExit as end:  # tyro has said what is wrong
         if end.code:
-            _say_more(args, option_names(config_class))
+            _say_more(args, option_types(config_class))
         raise
 
 
-def _say_more(args: Sequence[str], known: list[str]) -> None:
-    """Says why training has no option of a name, or how it is called here."""
+def _say_more(args: Sequence[str], types: Mapping[str, Any]) -> None:
+    """Says why training has no option of a name, or how it is called here, and which option is given too many values.
+
+    types: of the options, by name.
+    """
     leave_error("The options are wrong: the first lines of the output say which, and what is allowed.")
-    for reason in [*reasons_against(args, known), *own_names(args, known)]:
+    for reason in [*reasons_against(args, types), *own_names(args, types), *_too_many_values(args, types)]:
         print_user_error(ValueError(reason))
+
+
+def _too_many_values(args: Sequence[str], types: Mapping[str, Any]) -> Iterator[str]:
+    for index, arg in enumerate(args):
+        flag, equals, value = arg.partition("=")
+        name, behind = flag.removeprefix("--").replace("-", "_"), args[index + 1 :]
+        words = [*([value] if equals else []), *itertools.takewhile(lambda word: not _LIKE_A_FLAG.match(word), behind)]
+        hint = types.get(name) if arg.startswith("--") else None
+        if len(words) > 1 and hint is not None and not _takes_several(hint):
+            advice = f"Join names by commas: --{name} {','.join(words)}." if name == "log.to" else ""
+            yield f"--{name} takes one value, and {len(words)} follow: {' '.join(words)}. {advice}".rstrip()
+
+
+def _takes_several(hint: Any) -> bool:
+    return any(get_origin(kind) is tuple for kind in (hint, *get_args(hint)))
 
 
 def _own_name(arg: str) -> str:
@@ -190,7 +208,7 @@ def _check_value(name: str, value: Any, hint: Any, path: str) -> None:
     """Raises ValueError for a value that would be no flag, or one of which the parser would say less."""
     if value is None and type(None) not in get_args(hint):
         raise ValueError(f"--config {path}: {name} has no value. Give one, or leave the line out.")
-    if isinstance(value, list) and not any(get_origin(kind) is tuple for kind in (hint, *get_args(hint))):
+    if isinstance(value, list) and not _takes_several(hint):
         raise ValueError(f"--config {path}: {name} is {value}: it takes one value, not a list.")
     if isinstance(value, list) and any(map(_LIKE_A_FLAG.match, map(str, value[1:]))):
         told = f"{name} is {value}: of several values only the first may begin with a dash. Move it there."

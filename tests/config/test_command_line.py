@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -40,6 +41,20 @@ def test_the_help_may_be_cut_short() -> None:
     assert done.stdout.startswith("usage: ")
     assert done.stdout.endswith("\n0\n")
     assert done.stderr == ""
+
+
+def test_an_option_with_too_many_values_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv, told in (
+        (["--log.to", "wandb", "mlflow", "--lr", "1"], "--log.to takes one value, and 2 follow: wandb mlflow. Join"),
+        (["--log.to=wandb", "mlflow"], "Join names by commas: --log.to wandb,mlflow."),
+        (["--num-prompts", "4", "-8"], "--num_prompts takes one value, and 2 follow: 4 -8."),
+    ):
+        with pytest.raises(SystemExit):
+            parse_config(GRPOConfig, argv)
+        assert told in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse_config(GRPOConfig, ["--reward", "exact_match", "math", "--nothing", "1", "2"])
+    assert "takes one value" not in capsys.readouterr().err
 
 
 WORDS = st.sampled_from(
