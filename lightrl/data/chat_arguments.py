@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
+
+from lightrl.data.json_records import LocatedRecord
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,16 @@ def set_template_arguments(renderer: Any, arguments: Mapping[str, Any]) -> None:
                 f"It has {_variables(text)}."
             )
     renderer.apply_chat_template = partial(renderer.apply_chat_template, **arguments)
+
+
+def uses_template(chat_template: str, records: Sequence[LocatedRecord]) -> bool:
+    """Returns whether a chat template writes the texts of a data set, judged by its first record.
+
+    Messages are always rendered; --data.chat_template decides about strings alone.
+    """
+    first = records[0][0] if records else {}
+    parts = [value[0] for value in first.values() if isinstance(value, list) and value]
+    return chat_template != "never" or any(isinstance(part, Mapping) and "role" in part for part in parts)
 
 
 def warn_of_date(renderer: Any, arguments: Mapping[str, Any]) -> None:

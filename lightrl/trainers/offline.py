@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightrl.config import OfflineConfig, template_arguments
 from lightrl.data.balance import assign_to_ranks
-from lightrl.data.chat_arguments import warn_of_date
+from lightrl.data.chat_arguments import uses_template, warn_of_date
 from lightrl.data.example_packing import pack_examples, pair_positions
 from lightrl.data.examples import keep_fitting
 from lightrl.data.prompts import unknown_tokens
@@ -41,7 +41,7 @@ class ExampleData:
         self._run = run
         config: OfflineConfig = run.config
         with run.strategy.comm.phase("set-up", local=True):
-            if run.strategy.comm.is_main:
+            if run.strategy.comm.is_main and uses_template(config.data.chat_template, run.train_records):
                 warn_of_date(run.tokenizer, template_arguments(config.data))
             self.ends: set[int] = set()  # the last tokens of the answers to learn from
             self.train, self.num_skipped = _keep_fitting(run, build(run.train_records), self.ends)

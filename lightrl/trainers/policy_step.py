@@ -14,7 +14,7 @@ from lightrl.algorithms.losses import mismatch_statistics
 from lightrl.comm import Comm
 from lightrl.config import EvalConfig, OfflineConfig, RolloutConfig, template_arguments
 from lightrl.data.balance import assign_to_ranks, imbalance
-from lightrl.data.chat_arguments import warn_of_date
+from lightrl.data.chat_arguments import uses_template, warn_of_date
 from lightrl.data.packing import (
     Key,
     Packable,
@@ -78,8 +78,9 @@ class PromptData:
 def _check_conversations(run: RunContext) -> None:
     if run.workflow is not None:
         run.workflow.check(run.tokenizer)
-    if run.tokenizer.chat_template and run.config.data.chat_template != "never" and run.strategy.comm.is_main:
-        warn_of_date(run.tokenizer, template_arguments(run.config.data))
+    data, is_main = run.config.data, run.strategy.comm.is_main
+    if run.tokenizer.chat_template and is_main and uses_template(data.chat_template, run.train_records):
+        warn_of_date(run.tokenizer, template_arguments(data))
         warn_of_unstopped_turns(run.config, run.model_path, run.tokenizer)
 
 

@@ -3,7 +3,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lightrl.config import GRPOConfig, SFTConfig, parse_config, template_arguments
-from lightrl.data.chat_arguments import set_template_arguments, warn_of_date
+from lightrl.data.chat_arguments import set_template_arguments, uses_template, warn_of_date
 from lightrl.data.prompts import build_prompts
 
 TEMPLATE = (
@@ -39,6 +39,13 @@ def test_a_variable_that_would_change_nothing_is_refused(name: str) -> None:
         set_template_arguments(tokenizer(), {name: True})
     with pytest.raises(ValueError, match="has no chat template"):
         set_template_arguments(tokenizer(None), {name: True})
+
+
+def test_messages_are_rendered_whatever_the_option_says() -> None:
+    text, turns = {"prompt": "hello", "tools": ["f"]}, {"chosen": [{"role": "user", "content": "hello"}]}
+    assert not uses_template("never", [])
+    assert [uses_template("never", [(record, "here")]) for record in (text, turns)] == [False, True]
+    assert uses_template("auto", [(text, "here")])
 
 
 def test_a_template_that_writes_todays_date_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,11 @@ def test_the_trained_model_stops_at_the_end_token_of_its_template(
         assert ends == sorted(map(VOCABULARY.index, (EOS, PAD)))
     assert f"Answers end with {PAD}, at which the trained model will stop" in capsys.readouterr().out
     assert "writes today's date" in caplog.text
+    caplog.clear()
+    raw = config(**options, output_dir=str(tmp_path / "raw"))
+    raw.data = replace(raw.data, chat_template="never")  # the strings of this data set are not rendered
+    trainer(raw).close()
+    assert "writes today's date" not in caplog.text
 
 
 def test_a_placeholder_without_an_image_is_refused_at_the_start(tmp_path: Path) -> None:
