@@ -83,7 +83,7 @@ class ExampleBuilder:
             return self._answer(record, where, fields.response, self._train_on)
         if record.get("messages") is not None:
             messages = _messages(record["messages"], where, "messages")
-            return self._conversation(messages, tools_of(record), where, self._train_on)
+            return self._conversation(messages, tools_of(record, where), where, self._train_on)
         raise ValueError(
             f"{where}: the record has neither {fields.response!r} nor 'messages', only {field_names(record)}. Name the "
             "field that holds the response by --data.response_field."
@@ -114,7 +114,7 @@ class ExampleBuilder:
         if isinstance(value, list):
             answer = _messages(value, where, field)
             if answer[0]["role"] != "assistant":
-                return self._conversation(answer, tools_of(record), where, train_on)
+                return self._conversation(answer, tools_of(record, where), where, train_on)
         elif isinstance(value, str):
             if not value.strip():
                 raise ValueError(f"{where}: {field!r} is empty: an answer must hold text.")
@@ -131,7 +131,7 @@ class ExampleBuilder:
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         messages = _messages(prompt, where, self._fields.prompt) + answer
-        return self._conversation(messages, tools_of(record), where, train_on)
+        return self._conversation(messages, tools_of(record, where), where, train_on)
 
     def _refuse_media(self, record: Record, where: str) -> None:
         named = [field for field in self._fields.media if field and record.get(field)]

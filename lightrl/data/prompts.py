@@ -253,7 +253,7 @@ def _render(
         kinds = [kind for kind, files in shown.items() if files not in (None, "", [])]
         messages = [in_parts(message, kinds) for message in messages]
     try:
-        return render(renderer, messages, tools_of(record), add_generation_prompt=True)
+        return render(renderer, messages, tools_of(record, where), add_generation_prompt=True)
     except Exception as error:  # a template raises what it likes, for roles that do not alternate for example
         raise ValueError(f"{where}: the tokenizer's chat template refuses {field!r}: {error}") from error
 

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_WARNED_OF: set[str] = set()  # data sets of whose tools a warning has been given
 
 
 def render(renderer: Any, messages: Sequence[dict[str, Any]], tools: Sequence[Any] = (), **settings: Any) -> str:
@@ -32,11 +38,28 @@ def with_readable_calls(message: dict[str, Any]) -> dict[str, Any]:
     return _with_calls(message, _as_object)
 
 
-def tools_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the tools that a record's field `tools` describes, a list of objects or its JSON; none for other data."""
+def tools_of(record: Mapping[str, Any], where: str = "") -> list[dict[str, Any]]:
+    """Returns the tools that a record's field `tools` describes, a list of objects or its JSON; none for other data.
+
+    where: the record's place, such as data.jsonl:1, for a warning about other data.
+    """
     tools = _parsed(record["tools"]) if isinstance(record.get("tools"), str) else record.get("tools")
-    is_described = isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)
-    return _without_nulls(tools) if is_described else []
+    if isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools):
+        return list(_without_nulls(tools))
+    if where and record.get("tools") not in (None, "", "null", {}):
+        _warn_of_tools(where, record["tools"])
+    return []
+
+
+def _warn_of_tools(where: str, tools: object) -> None:
+    source = where.rpartition(":")[0]
+    if source not in _WARNED_OF and os.environ.get("RANK", "0") == "0":
+        _WARNED_OF.add(source)
+        logger.warning(
+            "%s: 'tools' is %.80r, and neither a list of objects nor its JSON, so the chat template is given no tools. "
+            "Correct it, or rename the field if it describes none. Other records may be alike.",
+            *(where, tools),
+        )
 
 
 def _with_calls(message: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+import lightrl.models.chat_text as chat_text_module
 from lightrl.data.examples import ExampleBuilder, ExampleFields
 from lightrl.data.prompts import build_prompts
 from lightrl.records import Answer
@@ -105,3 +106,18 @@ def test_another_field_of_that_name_describes_no_tools(tools: Any) -> None:
 def test_an_error_of_a_template_without_calls_is_told() -> None:
     with pytest.raises(ValueError, match="a:1: the tokenizer's chat template refuses 'prompt': can only concatenate"):
         build_prompts([({"prompt": "q"}, "a:1")], letters("{{ 'a' + messages }}"), max_prompt_tokens=9)
+
+
+def test_tools_that_describe_none_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer, turns = letters(CALLS), [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    chat_text_module._WARNED_OF.clear()
+    for tools in (None, "", "null", [], "[]", [TOOL], json.dumps([TOOL])):
+        assert build({"messages": turns, "tools": tools}, tokenizer)
+    assert not caplog.text
+    for other in ("hammer, saw", ["f"], {"name": "f"}, '{"name": "f"}'):
+        chat_text_module._WARNED_OF.clear()
+        caplog.clear()
+        records = [({"messages": turns[:1], "tools": other}, f"data.jsonl:{line}") for line in (1, 2)]
+        prompts = build_prompts(records, tokenizer, max_prompt_tokens=99)
+        assert [prompt.text for prompt in prompts] == ["u:q;a:"] * 2
+        assert caplog.text.count("data.jsonl:1: 'tools' is") == caplog.text.count("'tools' is") == 1
