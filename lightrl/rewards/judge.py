@@ -150,10 +150,23 @@ class Judge:
             raise RuntimeError(f"the judge's reply is no chat completion: {shown}") from None
         # By the built-in prompt the score comes last, so that what stands in such a reply is a draft, or half a number.
         is_cut = choice.get("finish_reason") == "length"
-        if is_cut and (self._prompt == PROMPT or not self._pattern.search(_without_thoughts(text))):
+        if is_cut and (self._prompt == PROMPT or self._is_unfinished(_without_thoughts(text))):
             limit = f"--judge.max_tokens {self._settings.max_tokens}"
             raise NoVerdictError(f"the judge's reply was cut off at {limit} before a score: allow more")
         return text
+
+    def _is_unfinished(self, reply: str) -> bool:
+        """Returns whether a reply that was cut off has no score, or ends with one that a further digit would change."""
+        last = next(reversed(list(self._pattern.finditer(reply))), None)
+        if last is None:
+            return True
+        try:
+            score, largest = float(last[1] or "nan"), self._settings.max_score
+        except ValueError:
+            return False
+        # 1 may be half of 10, and 0 of 1 that of 0.9. But 7 of 10 is whole: a prompt may ask for a single token.
+        may_go_on = 0 < 10 * score <= largest or (score == 0 and largest <= 1)
+        return last.end(1) == len(reply) and may_go_on
 
     def _without_key(self, text: str) -> str:
         """Removes the API key from a text, in each form in which a server may echo it."""

@@ -149,6 +149,19 @@ def test_a_draft_in_a_reply_that_was_cut_off_is_no_verdict(server: Server, text:
     assert "was cut off" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("text", "max_score", "score"),
+    [("1", 10, None), ("1 of 10", 10, 0.1), ("10", 10, 1.0), ("7", 10, 0.7), ("8", 100, None), ("0", 1, None)],
+)
+def test_half_a_score_is_no_verdict_of_a_prompt_of_ones_own(
+    server: Server, text: str, max_score: float, score: float | None
+) -> None:
+    cut = json.dumps({"choices": [{"message": {"content": text}, "finish_reason": "length"}]})
+    server.answer = lambda number, body: (200, {}, cut)
+    (found,) = judged(server, "a", prompt="{response}", score_pattern=r"^([\d.]+)", max_score=max_score)
+    assert "was cut off" in str(found) if score is None else found == score
+
+
 def test_thoughts_hold_no_verdict(server: Server) -> None:
     replies = {
         "a": "<think>Score: 3</think>Good. Score: 8",
