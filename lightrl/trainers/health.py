@@ -28,6 +28,14 @@ class UnhealthyRunError(RankError):
 # ---- What is bad -----------------------------------------------------------------------------------------------------
 
 _FINITE = ("loss", "grad_norm", "kl", "entropy", "reward/mean", "ratio/mean", "mismatch/mean_abs", "critic/loss")
+_NONE_LEFT = {  # why a step may have no reward at all, by the metric that counts it
+    "reward/failures": "no sample has a reward: {:.0f} rewards failed. Look at the first failures, which are logged "
+    "above.",
+    "episode/filtered": "no sample is left to learn from: the workflow rejected {:.0f} of them by returning None. Let "
+    "it reject fewer, and let --health.max_bad_steps end such a run.",
+    "rollout/filtered": "no group is left to learn from: --rollout.filter rejected {:.0f} of them. Let it reject "
+    "fewer, and let --health.max_bad_steps end such a run.",
+}
 _SKIPPED = ("skipped_updates", "critic/skipped_updates")
 
 
@@ -103,8 +111,8 @@ def findings(metrics: Mapping[str, float], limits: Any) -> dict[str, str]:
     found |= {name: _skipped(metrics[name]) for name in _SKIPPED if metrics.get(name, 0.0) > 0}
     known = [limit for limit in LIMITS if limit.metric in metrics and hasattr(limits, limit.option)]
     found |= {item.metric: item.told(metrics, limits) for item in known if item.is_bad(metrics[item.metric], limits)}
-    if metrics.get("reward/failures", 0.0) > 0 and "reward/mean" not in metrics:
-        found["reward/failures"] = _without_reward(metrics["reward/failures"])
+    if "reward/mean" not in metrics:
+        found |= {name: text.format(metrics[name]) for name, text in _NONE_LEFT.items() if metrics.get(name, 0.0) > 0}
     return found
 
 
@@ -117,10 +125,6 @@ def _skipped(share: float) -> str:
         f"{share:.1%} of the updates were skipped on all ranks, for the reason logged above. If it goes on, lower --lr "
         "or --optim.max_norm, or look at the loss and the reward for a division by 0."
     )
-
-
-def _without_reward(failures: float) -> str:
-    return f"no sample has a reward: {failures:.0f} rewards failed. Look at the first failures, which are logged above."
 
 
 # ---- Reactions -------------------------------------------------------------------------------------------------------

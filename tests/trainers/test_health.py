@@ -50,9 +50,18 @@ def test_each_kind_is_found_with_its_number_and_remedy(metric: str, value: float
     assert text in found[metric]
 
 
-def test_no_reward_at_all_is_found() -> None:
-    metrics = {name: value for name, value in GOOD.items() if name != "reward/mean"} | {"reward/failures": 16.0}
-    assert findings(metrics, GroupHealthConfig())["reward/failures"].startswith("no sample has a reward: 16 rewards")
+@pytest.mark.parametrize(
+    ("metric", "text"),
+    [
+        ("reward/failures", "no sample has a reward: 16 rewards failed"),
+        ("episode/filtered", "no sample is left to learn from: the workflow rejected 16 of them"),
+        ("rollout/filtered", "no group is left to learn from: --rollout.filter rejected 16 of them"),
+    ],
+)
+def test_no_reward_at_all_is_found(metric: str, text: str) -> None:
+    metrics = {name: value for name, value in GOOD.items() if name != "reward/mean"} | {metric: 16.0}
+    assert findings(metrics, GroupHealthConfig())[metric].startswith(text)
+    assert findings(GOOD | {metric: 16.0}, GroupHealthConfig()) == {}
 
 
 def test_a_warning_comes_again_only_when_it_has_long_passed(caplog: pytest.LogCaptureFixture) -> None:
