@@ -41,6 +41,7 @@ from lightrl.strategy.optim.accumulation import accumulation_steps
 from lightrl.strategy.optim.optimizers import TrainedModels, build_lr_scheduler, checked_max_norm
 from lightrl.strategy.optim.parameter_kinds import apply_lr_scales
 from lightrl.strategy.optim.value_head import set_up_value_head
+from lightrl.strategy.own_class import checked_class, no_optimizer
 from lightrl.strategy.results import (
     Batches,
     GroupBatches,
@@ -222,6 +223,8 @@ class StrategyBase(ForeignNames, ABC):
         optimizer = self.create_optimizer(
             model, lr=lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
         )
+        if not hasattr(optimizer, "param_groups"):
+            raise no_optimizer(type(self), optimizer)
         if head_lr is not None or frozen_head_steps:
             set_up_value_head(optimizer, model, head_lr, frozen_head_steps)
         scheduler = build_lr_scheduler(optimizer, optim, schedule_length)
@@ -417,17 +420,7 @@ def strategy_class(name: str) -> type[StrategyBase]:
     if name == "auto":
         name = "single" if int(os.environ.get("WORLD_SIZE", "1")) == 1 else "fsdp"
     kind: Any = load_object(name, builtin=BUILTIN_STRATEGIES, what="strategy", example="MyStrategy")
-    return kind if name in BUILTIN_STRATEGIES else _checked_class(name, kind)
-
-
-def _checked_class(name: str, kind: Any) -> type[StrategyBase]:
-    if not isinstance(kind, type) or not issubclass(kind, StrategyBase):
-        raise ValueError(f"Strategy {name!r} is not a subclass of lightrl.StrategyBase.")
-    missing = sorted(getattr(kind, "__abstractmethods__", ()))
-    if missing:
-        remedy = "Write them, or inherit from a built-in strategy."
-        raise ValueError(f"Strategy {name!r} does not implement {', '.join(missing)}. {remedy}")
-    return kind
+    return kind if name in BUILTIN_STRATEGIES else checked_class(name, kind, StrategyBase)
 
 
 # ---- Parts -------------------------------------------------------------------------------------------------------

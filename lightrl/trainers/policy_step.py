@@ -106,9 +106,8 @@ def _build_prompts(run: RunContext, records: Sequence[Any], source: str, max_new
     longest_prompt = max(prompt.num_tokens for prompt in prompts)
     longest = longest_prompt + max_new_tokens
     run.longest_sequences.append(longest if run.workflow is None else longest_episode(config, run.context))
-    trained = longest_prompt + config.max_new_tokens
-    if not config.micro_batch_size and trained > config.max_tokens_per_microbatch:
-        raise _micro_batch_too_small(config, trained)
+    if not config.micro_batch_size and longest_prompt + config.max_new_tokens > config.max_tokens_per_microbatch:
+        raise _micro_batch_too_small(config, longest_prompt + config.max_new_tokens)
     return prompts
 
 

@@ -80,8 +80,7 @@ def open_run(config: TrainerConfig, *, kind: str, strategy: StrategyBase | None 
         checkpoint = newest_sound(checkpoint, comm, resume=config.resume)
     with comm.phase("set-up", local=True):
         train_records = load_records(config.train_data, stream=config.data.stream)
-        eval_source = config.eval_data or held_out_of(config.train_data)
-        eval_records = load_records(eval_source) if eval_source else []
+        eval_records = load_records(source) if (source := config.eval_data or held_out_of(config.train_data)) else []
     model_path = _find_model(config.model, strategy)
     with comm.phase("set-up", local=True):
         model_config = load_config(model_path, trust_remote_code=remote_code)

@@ -1,0 +1,54 @@
+"""Checks a strategy class of the user's before a run: its base, its methods, and whether they take lightrl's calls."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# How lightrl's trainers call the methods that a strategy may write: values by position, then names.
+_CALLS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
+    "prepare_model": (("model",), ()),
+    "create_optimizer": (("model",), ("lr", "betas", "eps", "weight_decay")),
+    "backward": (("loss", "model", "optimizer"), ("weight",)),
+    "optimizer_step": (("optimizer", "model", "scheduler"), ("is_boundary",)),
+    "full_parameters": (("model", "dtype"), ()),
+    "before_micro_batch": (("model", "is_last_micro_batch"), ()),
+    "after_forward_only": (("model",), ()),
+    "group_batches": (("data",), ()),
+    "check_model_config": (("config",), ()),
+    "save_ckpt": (("model", "save_dir"), ("max_num", "max_mem", "client_state")),
+    "load_ckpt": (("model", "load_dir"), ("tag",)),
+}
+
+
+def checked_class(name: str, kind: Any, base: type) -> type[Any]:
+    """Returns the class that --strategy names; raises ValueError if it cannot be a strategy."""
+    if not isinstance(kind, type) or not issubclass(kind, base):
+        raise ValueError(f"Strategy {name!r} is not a subclass of lightrl.StrategyBase.")
+    missing = sorted(getattr(kind, "__abstractmethods__", ()))
+    if missing:
+        remedy = "Write them, or inherit from a built-in strategy."
+        raise ValueError(f"Strategy {name!r} does not implement {', '.join(missing)}. {remedy}")
+    for method, (positional, named) in _CALLS.items():
+        function = getattr(kind, method)
+        if not inspect.isfunction(function):
+            continue
+        signature = inspect.signature(function)
+        try:
+            signature.bind(None, *positional, **dict.fromkeys(named))
+        except TypeError as error:
+            call = f"{method}({', '.join([*positional, *(f'{word}=...' for word in named)])})"
+            raise ValueError(
+                f"{kind.__name__}.{method}{signature} of strategy {name!r} cannot be called as {call}, as lightrl "
+                f"does: {error}. Change its parameters; **kwargs takes those that you do not need."
+            ) from None
+    return kind
+
+
+def no_optimizer(kind: type, returned: object) -> TypeError:
+    """Returns the error about a create_optimizer() that returns none."""
+    return TypeError(
+        f"{kind.__name__}.create_optimizer() returned {returned!r}. It must return an optimizer over the model's "
+        "trainable parameters, such as torch.optim.AdamW(model.parameters(), lr=kwargs['lr'])."
+    )

@@ -1,0 +1,49 @@
+"""Strategies of the user's whose methods do not fit are refused by name, before a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from lightrl.config import GRPOConfig
+from lightrl.strategy import create_strategy
+from lightrl.strategy.base import StrategyBase, strategy_class
+from lightrl.strategy.own_class import checked_class
+from lightrl.strategy.torch_native import SingleStrategy
+from lightrl.testing.tiny_training import tiny_policy
+
+
+class NoRate(SingleStrategy):
+    def create_optimizer(self, model: nn.Module) -> Any:  # type: ignore[override]
+        return None
+
+
+class OldStep(SingleStrategy):
+    def optimizer_step(self, optimizer: Any) -> Any:  # type: ignore[override]
+        return None
+
+
+class Forgetful(SingleStrategy):
+    def create_optimizer(self, model: nn.Module, **kwargs: Any) -> Any:
+        super().create_optimizer(model, **kwargs)
+
+
+def test_methods_that_lightrl_cannot_call_are_named() -> None:
+    with pytest.raises(ValueError, match=r"NoRate.create_optimizer\(self.* be called as .*\(model, lr=..., betas"):
+        create_strategy(GRPOConfig(strategy=f"{__name__}:NoRate"))
+    with pytest.raises(ValueError, match=r"OldStep.optimizer_step\(self.* cannot be called"):
+        create_strategy(GRPOConfig(strategy=f"{__name__}:OldStep"))
+
+
+def test_the_strategies_of_lightrl_take_these_calls() -> None:
+    for name in ("single", "ddp", "fsdp"):
+        assert checked_class(name, strategy_class(name), StrategyBase) is strategy_class(name)
+
+
+def test_a_strategy_that_returns_no_optimizer_is_named() -> None:
+    strategy = create_strategy(GRPOConfig(strategy=f"{__name__}:Forgetful"))
+    strategy.setup_distributed()
+    with pytest.raises(TypeError, match=r"Forgetful.create_optimizer\(\) returned None. It must return an optimizer"):
+        strategy.prepare_trained(tiny_policy())
