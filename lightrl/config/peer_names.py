@@ -9,6 +9,7 @@ _OURS = {
     "adam_offload": "--deepspeed.offload_optimizer",
     "advantage_estimator": "--algorithm.advantage",
     "beta": "--algorithm.kl_coef",
+    "chat_template_path": "--data.chat_template_file",
     "eps_clip": "--algorithm.clip_low and --algorithm.clip_high",
     "epsilon": "--algorithm.clip_low",
     "epsilon_high": "--algorithm.clip_high",

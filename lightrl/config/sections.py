@@ -288,6 +288,8 @@ class PromptFieldsConfig:
     """Field of a line that holds the prompt: a string, or a list of chat messages."""
     chat_template: Literal["auto", "always", "never"] = "auto"
     """Whether string prompts are rendered through the tokenizer's chat template. auto: if it has one."""
+    chat_template_file: str = ""
+    """File with a chat template (Jinja) to use in place of the tokenizer's. The saved model has it too."""
     chat_template_args: tuple[str, ...] = option((), check=template_arguments)
     """Variables of the chat template as name=value, such as enable_thinking=false."""
     stream: bool = option(False, resume="free")

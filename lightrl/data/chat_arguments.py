@@ -1,4 +1,4 @@
-"""Variables of chat templates: those of --data.chat_template_args, and a date that some templates write."""
+"""Chat templates of files, variables of templates (--data.chat_template_args), and a date that some templates write."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from lightrl.data.json_records import LocatedRecord
@@ -15,6 +16,24 @@ logger = logging.getLogger(__name__)
 _TODAY = "strftime_now"  # transformers' function that writes the date into a template
 _DATE = "date_string"  # variable by which many templates, such as those of Llama 3, take another date
 _OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})  # set by rendering itself
+
+
+def set_template_file(renderer: Any, path: str) -> None:
+    """Gives a tokenizer or processor the chat template of a file in place of its own; saving it saves the template."""
+    import jinja2  # noqa: PLC0415  (transformers imports it for templates alone)
+
+    text = Path(path).read_text(encoding="utf-8", errors="replace") if Path(path).is_file() else ""
+    if not text.strip():
+        raise ValueError(f"--data.chat_template_file {path}: there is no such file, or it is empty.")
+    renderer.chat_template = text
+    try:
+        renderer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(
+            f"--data.chat_template_file {path}, line {error.lineno}: this is no Jinja template: {error.message}"
+        ) from None
+    except Exception as error:  # it may refuse this conversation; the error about a record of the data names that
+        logger.debug("The chat template refuses an empty question: %s", error)
 
 
 def set_template_arguments(renderer: Any, arguments: Mapping[str, Any]) -> None:

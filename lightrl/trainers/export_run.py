@@ -16,7 +16,9 @@ from lightrl.config import (
     DPOConfig,
     GRPOConfig,
     LoraConfig,
+    OfflineConfig,
     PPOConfig,
+    RolloutConfig,
     RunConfig,
     SFTConfig,
     exit_with_user_error,
@@ -25,6 +27,7 @@ from lightrl.config import (
 )
 from lightrl.config.options import as_dict
 from lightrl.config.yaml_text import read_yaml
+from lightrl.data.chat_arguments import set_template_file
 from lightrl.models.lora import add_adapters
 from lightrl.models.multimodal import MediaProcessor
 from lightrl.models.policy import load_policy, load_tokenizer
@@ -125,6 +128,11 @@ def _write(config: RunConfig, run: Path, step: int, target: Path) -> None:
     path = str(builtin_model_path()) if config.model == BUILTIN_MODEL else config.model
     policy = load_policy(path, materialize=True, trust_remote_code=config.trust_remote_code)
     tokenizer = load_tokenizer(path, trust_remote_code=config.trust_remote_code)
+    media = MediaProcessor.load(path, trust_remote_code=config.trust_remote_code)
+    saved = media.processor if media else tokenizer
+    if isinstance(config, RolloutConfig | OfflineConfig) and config.data.chat_template_file:
+        for renderer in (tokenizer, saved):
+            set_template_file(renderer, config.data.chat_template_file)
     if isinstance(config, SFTConfig | DPOConfig) and tokenizer.chat_template:
         end = end_of_turn(tokenizer)  # the answers that it was trained on may be elsewhere
         stop_at([] if end is None else [end], policy.hf, tokenizer)
@@ -135,6 +143,4 @@ def _write(config: RunConfig, run: Path, step: int, target: Path) -> None:
     directory = CheckpointDirectory(run / "checkpoints", keep=1)
     strategy.load_ckpt(model, str(run / "checkpoints"), tag=directory.path(step).name, load_module_only=True)
     strategy.save_pretrained(model, target)
-    media = MediaProcessor.load(path, trust_remote_code=config.trust_remote_code)
-    saved = media.processor if media else tokenizer
     saved.save_pretrained(target)

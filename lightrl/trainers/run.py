@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from lightrl.builtin.model import builtin_model_path
 from lightrl.builtin.task import cached_model
 from lightrl.config import BUILTIN_MODEL, OfflineConfig, RolloutConfig, template_arguments
-from lightrl.data.chat_arguments import set_template_arguments
+from lightrl.data.chat_arguments import set_template_arguments, set_template_file
 from lightrl.data.media import PromptEncoder
 from lightrl.data.prompts import held_out_of, load_records
 from lightrl.models.fixed_rope import describe_fixed, fix_frequencies, fixed_length
@@ -90,7 +90,7 @@ def open_run(config: TrainerConfig, *, kind: str, strategy: StrategyBase | None 
         tokenizer = load_tokenizer(model_path, trust_remote_code=remote_code)
         takes_images = model_config.model_type in FAMILIES
         media = MediaProcessor.load(model_path, trust_remote_code=remote_code) if takes_images else None
-        if config.data.chat_template_args:
+        if config.data.chat_template_args or config.data.chat_template_file:
             _set_template(config, tokenizer, media)
     strategy.tokenizer, strategy.media = tokenizer, media
     return RunContext(
@@ -112,7 +112,10 @@ def open_run(config: TrainerConfig, *, kind: str, strategy: StrategyBase | None 
 
 def _set_template(config: TrainerConfig, tokenizer: PreTrainedTokenizerBase, media: MediaProcessor | None) -> None:
     for renderer in (tokenizer, media.processor) if media else (tokenizer,):
-        set_template_arguments(renderer, template_arguments(config.data))
+        if config.data.chat_template_file:
+            set_template_file(renderer, config.data.chat_template_file)
+        if config.data.chat_template_args:
+            set_template_arguments(renderer, template_arguments(config.data))
 
 
 def _find_model(model: str, strategy: StrategyBase) -> str:

@@ -1,9 +1,11 @@
+from pathlib import Path
+
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lightrl.config import GRPOConfig, SFTConfig, parse_config, template_arguments
-from lightrl.data.chat_arguments import set_template_arguments, uses_template, warn_of_date
+from lightrl.data.chat_arguments import set_template_arguments, set_template_file, uses_template, warn_of_date
 from lightrl.data.prompts import build_prompts
 
 TEMPLATE = (
@@ -31,6 +33,23 @@ def test_prompts_are_rendered_with_the_arguments(arguments: dict[str, object], t
     named = tokenizer({"default": TEMPLATE})
     set_template_arguments(named, arguments)
     assert named.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False) == text
+
+
+def test_the_template_of_a_file_takes_the_place_of_the_tokenizers(tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}short {{ m.content }}{% endfor %}")
+    renderer = tokenizer()
+    set_template_file(renderer, str(tmp_path / "own.jinja"))
+    (prompt,) = build_prompts([({"prompt": "hello"}, "here")], renderer, max_prompt_tokens=9)
+    assert prompt.text == "short hello"
+    renderer.save_pretrained(tmp_path / "saved")
+    assert PreTrainedTokenizerFast.from_pretrained(tmp_path / "saved").chat_template == renderer.chat_template
+    (tmp_path / "broken.jinja").write_text("hello\n{% for m in messages %}")
+    (tmp_path / "empty.jinja").write_text(" ")
+    for name, told in (("broken", "line 2: this is no Jinja"), ("empty", "it is empty"), ("none", "there is no such")):
+        with pytest.raises(ValueError, match=f"--data.chat_template_file .*{name}.jinja.*{told}"):
+            set_template_file(renderer, str(tmp_path / f"{name}.jinja"))
+    (tmp_path / "picky.jinja").write_text("{{ raise_exception('no question') }}")
+    set_template_file(renderer, str(tmp_path / "picky.jinja"))  # the error about a record will name it
 
 
 @pytest.mark.parametrize("name", ["think_more", "messages", "tools"])

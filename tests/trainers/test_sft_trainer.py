@@ -85,19 +85,22 @@ def test_the_trained_model_stops_at_the_end_token_of_its_template(
     """Base models have templates that end a turn by another token than theirs, such as Qwen3-4B-Base."""
     model = shutil.copytree(toy / "model", tmp_path / "model")
     marked = "{% if m.role == 'assistant' %}" + PAD + "{{ strftime_now('') }}{% endif %}"
-    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}" + marked + "{% endfor %}")
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content }}" + marked + "{% endfor %}")
     options = {**offline_flags(trainer.kind), "model": str(model), "max_steps": 1}
     run = tmp_path / "run"
-    trainer(config(**options, output_dir=str(run), checkpoint=CheckpointConfig(every=1))).fit()
+    made = config(**options, output_dir=str(run), checkpoint=CheckpointConfig(every=1))
+    made.data = replace(made.data, chat_template_file=str(tmp_path / "own.jinja"))
+    trainer(made).fit()
     assert main([str(run), "--step", "1"]) == 0
     for saved in ("final", "exports/step-1"):
         ends = GenerationConfig.from_pretrained(run / saved).eos_token_id
         assert ends == sorted(map(VOCABULARY.index, (EOS, PAD)))
+        assert (run / saved / "chat_template.jinja").read_text() == (tmp_path / "own.jinja").read_text()
     assert f"Answers end with {PAD}, at which the trained model will stop" in capsys.readouterr().out
     assert "writes today's date" in caplog.text
     caplog.clear()
     raw = config(**options, output_dir=str(tmp_path / "raw"))
-    raw.data = replace(raw.data, chat_template="never")  # the strings of this data set are not rendered
+    raw.data = replace(made.data, chat_template="never")  # the strings of this data set are not rendered
     trainer(raw).close()
     assert "writes today's date" not in caplog.text
 
