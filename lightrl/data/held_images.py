@@ -7,8 +7,9 @@ prompts with the same image find it there.
 from __future__ import annotations
 
 import hashlib
-import os
+import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -43,12 +44,15 @@ def _png(image: Any) -> bytes:
 def _written(content: bytes) -> Path:
     path = cache_folder() / "images" / hashlib.sha256(content).hexdigest()
     if not path.is_file():
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+        # Ranks that write the same file do not disturb each other. Those of two nodes may have one process number.
+        unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             unfinished.write_bytes(content)
-            unfinished.replace(path)  # ranks that write the same file do not disturb each other
+            unfinished.replace(path)
         except OSError as error:
+            with suppress(OSError):
+                unfinished.unlink()
             raise ValueError(
                 f"holds an image, which cannot be written to {path.parent} ({error}). Set LIGHTRL_CACHE to a folder "
                 "with room for the images of the data set"

@@ -63,6 +63,31 @@ def test_a_file_is_written_once(cache: Path) -> None:
     assert list(cache.iterdir()) == [path]
 
 
+def test_ranks_of_two_nodes_that_write_one_file_do_not_disturb_each_other(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace = Path.replace
+
+    def late(self: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "replace", replace)
+        as_files(b"content")  # on another node, in a process of the same number
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", late)
+    assert Path(as_files(b"content")).read_bytes() == b"content"
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_a_file_that_cannot_be_finished_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(ValueError, match=r"no space left\)\. Set LIGHTRL_CACHE"):
+        as_files(b"content")
+    assert not list(cache.iterdir())
+
+
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("LIGHTRL_CACHE", str(tmp_path / "file"))
