@@ -6,7 +6,9 @@ prompts with the same image find it there.
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import re
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,22 +18,35 @@ from typing import Any
 
 from lightrl.builtin.task import cache_folder
 
+_DATA_URL = re.compile(r"data:image/[^,]*;base64,", re.IGNORECASE)
+_MOST_SHOWN = 40  # characters of an image that cannot be read
+
 
 def as_files(images: Any) -> Any:
     """Returns an image or a list of images, with the path of its file in place of each that is held.
 
-    Held are the bytes of a file, {"bytes": ..., "path": ...} as in the columns of `datasets` and in Parquet files, and
-    PIL images. Anything else is returned as it is.
+    Held are the bytes of a file, {"bytes": ..., "path": ...} as in the columns of `datasets` and in Parquet files, both
+    also in base64 as in JSON, data URLs, and PIL images. Anything else is returned as it is.
     """
     return [_as_file(image) for image in images] if isinstance(images, list | tuple) else _as_file(images)
 
 
 def _as_file(image: Any) -> Any:
     if isinstance(image, Mapping) and image and image.keys() <= {"bytes", "path"}:
-        image = image.get("path") if image.get("bytes") is None else image["bytes"]
+        given = image.get("bytes")
+        image = image.get("path") if given is None else _decoded(given) if isinstance(given, str) else given
+    if isinstance(image, str) and _DATA_URL.match(image):
+        image = _decoded(image.partition(",")[2])
     if isinstance(image, bytes):
         return str(_written(image))
     return str(_written(_png(image))) if hasattr(image, "getexif") else image
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except ValueError as error:
+        raise ValueError(f"holds an image that is no base64 ({error}): {text[:_MOST_SHOWN]!r}") from error
 
 
 def _png(image: Any) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,15 @@ def test_every_form_becomes_a_file(cache: Path) -> None:
     assert sorted(path.name for path in cache.iterdir()) == sorted(Path(path).name for path in (from_dict, from_pil))
     assert read_image(from_pil).tobytes() == image.convert("RGB").tobytes()
     assert as_files(content) == from_dict
+
+
+def test_base64_becomes_a_file() -> None:
+    content = encoded(checkered(60, 30))
+    text = base64.b64encode(content).decode()
+    for image in (f"data:image/png;base64,{text}", f"data:image/PNG;charset=utf-8;base64,{text}", {"bytes": text}):
+        assert as_files([image]) == as_files([content])
+    with pytest.raises(ValueError, match=r"^holds an image that is no base64 \(.*\): '%%%a{37}'$"):
+        as_files("data:image/png;base64,%%%" + "a" * 5_000)
 
 
 def test_a_pil_image_keeps_the_way_up_that_it_says(tmp_path: Path) -> None:
