@@ -18,6 +18,7 @@ from lightrl.records import EncodedPrompt, Prompt
 _VIDEO_SUFFIXES = (".npy", ".gif", ".webp")
 _TRANSPOSED = (5, 6, 7, 8)  # EXIF orientations that swap height and width
 _ORIENTATION_TAG = 0x0112
+_MOST_SHOWN = 500  # characters of a path that is no file
 _KEPT_BYTES = 512 << 20  # of encoded prompts
 
 
@@ -32,13 +33,14 @@ def media_folder(where: str) -> Path:
 
 
 def image_size(path: str) -> tuple[int, int]:
-    """Returns the height and the width of an image; reads only the file's header."""
+    """Returns the height and the width of an image; reads only the file's header, except of TIFF files."""
     with _opened(path, "image") as image:
-        from PIL.Image import Image  # noqa: PLC0415  (optional)
-
+        if (
+            image.format == "TIFF"
+        ):  # versions of Pillow differ in whether they swap the size before they read the pixels
+            image.load()
         width, height = image.size
-        # The method that a PNG has instead decodes all pixels, because EXIF data may follow them.
-        is_transposed = Image.getexif(image).get(_ORIENTATION_TAG) in _TRANSPOSED
+        is_transposed = _header_exif(image).get(_ORIENTATION_TAG) in _TRANSPOSED
     return (width, height) if is_transposed else (height, width)
 
 
@@ -58,7 +60,18 @@ def read_image(path: str) -> Any:
     from PIL import ImageOps  # noqa: PLC0415  (optional)
 
     with _opened(path, "image") as image:
+        _header_exif(image)  # which Pillow keeps, so that image_size() and what follows agree
         return ImageOps.exif_transpose(image).convert("RGB")
+
+
+def _header_exif(image: Any) -> Any:
+    """Returns the EXIF data of an image that stand before its pixels.
+
+    The method that a PNG has instead decodes all pixels, because EXIF data may follow them.
+    """
+    from PIL.Image import Image  # noqa: PLC0415  (optional)
+
+    return Image.getexif(image)
 
 
 def read_video(path: str) -> Any:
@@ -108,8 +121,12 @@ def _num_bytes(encoded: EncodedPrompt) -> int:
 
 
 def _require_file(path: str, kind: str) -> None:
-    if not Path(path).is_file():
-        raise MediaError(f"there is no {kind} {path}")
+    try:
+        is_file = Path(path).is_file()
+    except OSError:  # a name that is too long, as of base64
+        is_file = False
+    if not is_file:
+        raise MediaError(f"there is no {kind} {path[:_MOST_SHOWN]}")
 
 
 def _require_video_suffix(path: str) -> None:

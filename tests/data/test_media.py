@@ -34,6 +34,20 @@ def test_an_image_is_read_the_way_up_that_it_says(tmp_path: Path) -> None:
     assert (image_size(path), read_image(path).mode) == ((6, 4), "RGB")
 
 
+def test_the_size_is_that_of_the_pixels_wherever_the_file_says_its_way_up(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by a quarter
+    for kind in ("jpg", "webp", "tiff", "png"):
+        checkered(20, 10).save(tmp_path / f"a.{kind}", exif=exif)
+    content = (tmp_path / "a.png").read_bytes()
+    start = content.index(b"eXIf") - 4
+    end = start + 12 + int.from_bytes(content[start : start + 4], "big")
+    late = content[:start] + content[end:-12] + content[start:end] + content[-12:]  # behind the pixels
+    (tmp_path / "late.png").write_bytes(late)
+    for path in map(str, tmp_path.iterdir()):
+        assert image_size(path) == read_image(path).size[::-1], path
+
+
 def test_videos_are_arrays_or_animations(tmp_path: Path) -> None:
     np.save(tmp_path / "v.npy", frames(3, 20, 10))
     assert video_size(str(tmp_path / "v.npy")) == (3, 10, 20)
@@ -56,6 +70,7 @@ def test_bad_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "v.mp4").write_text("")
     cases = [
         (image_size, "none.png", "there is no image .*none.png"),
+        (image_size, "n" * 1_000, "there is no image .{500}$"),
         (image_size, "text.png", "the image .*text.png cannot be read"),
         (read_image, "cut.png", "the image .*cut.png cannot be read"),
         (image_size, "exif.png", "the image .*exif.png cannot be read"),
