@@ -11,9 +11,10 @@ _HERMES_END = "</tool_call>"
 _HERMES = re.compile(rf"<tool_call>(.*?){_HERMES_END}", re.DOTALL)
 _TAGS = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER_END = "</parameter>"
-_PARAMETER = re.compile(rf"<parameter=([^>\n]+)>\n?(.*?)\n?{_PARAMETER_END}", re.DOTALL)
+_PARAMETER = re.compile(rf"<parameter=([^<>\n]+)>\n?(.*?)\n?{_PARAMETER_END}", re.DOTALL)
 _LITERALS = {"True": True, "False": False, "None": None}  # as some policies write them
 _PYTHON = re.compile(r"```(?:python|py)[ \t]*\n(.*?)```", re.DOTALL)
+_OPENING = re.compile(r'\{\s*["}]|\[')  # nothing else begins JSON, and every failure to read it searches for its line
 _DECODER = json.JSONDecoder()
 _MAX_SHOWN = 200  # characters of a bad call that are quoted in its answer
 
@@ -134,7 +135,8 @@ def _json_objects(text: str) -> Iterator[dict[str, Any]]:
 
 
 def _next_opening(text: str, start: int) -> int:
-    return min((place for place in (text.find("{", start), text.find("[", start)) if place >= 0), default=len(text))
+    found = _OPENING.search(text, start)
+    return found.start() if found else len(text)
 
 
 def bad_call(written: str, error: Exception) -> ToolCall:

@@ -57,9 +57,13 @@ def test_a_turn_that_repeats_one_token_is_read_at_once() -> None:
     many = "<parameter=a>\n" * 20_000
     assert hermes_calls(tags(f"<function=add>{many}</function>"))[0].problem
     assert hermes_calls(tags(f"<function=add>{many}</parameter></function>"))[0].name == "add"
+    assert hermes_calls(tags("<function=add>" + "<parameter=" * 10_000 + "</parameter></function>"))[0].problem
     assert time.monotonic() - began < 1
     for repeated in ("[" * 30_000, '{"a":' * 10_000):  # from each of them: a second
         assert json_calls(f"{WRITTEN} {repeated} {WRITTEN}") == [ToolCall("add", ADD)]
+    began = time.monotonic()
+    assert json_calls("{" * 100_000 + WRITTEN) == [ToolCall("add", ADD)]
+    assert time.monotonic() - began < 1
 
 
 def test_json() -> None:
