@@ -52,7 +52,11 @@ def call_in(written: str) -> ToolCall:
 
 def json_calls(text: str) -> list[ToolCall]:
     """Finds JSON objects with a name and arguments or parameters, as Llama writes them; other JSON is plain text."""
-    return [_from_object(found, str(found)) for found in _json_objects(text) if "name" in found]
+    return [_from_object(found, str(found)) for found in _json_objects(text) if _is_call(found)]
+
+
+def _is_call(found: Mapping[str, Any]) -> bool:
+    return "name" in found and ("arguments" in found or "parameters" in found)
 
 
 def python_calls(text: str) -> list[ToolCall]:

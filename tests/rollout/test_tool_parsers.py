@@ -72,9 +72,9 @@ def test_json() -> None:
         ToolCall("add", ADD),
         ToolCall("now", {}),
     ]
-    # Arguments as a text, as some write them; objects without a name, and half an object, are no calls.
+    # Arguments as a text, as some write them; objects without both, and half an object, are no calls.
     assert json_calls('{"name": "add", "arguments": "{\\"a\\": 1}"}') == [ToolCall("add", {"a": 1})]
-    assert json_calls('{"a": 1} [1, 2] {"name": "add", {oops') == []
+    assert json_calls('{"a": 1} [1, 2] {"name": "Ada", "age": 36} {"name": "add", {oops') == []
 
 
 def test_python() -> None:
