@@ -83,13 +83,22 @@ def typed_arguments(call: ToolCall, description: Any) -> dict[str, Any]:
 
 
 def _typed(text: str, description: Any) -> Any:
-    kinds = description.get("type") if isinstance(description, Mapping) else None
-    if kinds == "string" or (isinstance(kinds, list) and "string" in kinds):
+    if _may_be_text(description):
         return text
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
         return _LITERALS.get(text.strip(), text)
+
+
+def _may_be_text(description: Any) -> bool:
+    """Returns whether a description allows a text; pydantic, and so many MCP servers, write alternatives as anyOf."""
+    if not isinstance(description, Mapping):
+        return False
+    kinds = description.get("type")
+    listed = [found for key in ("anyOf", "oneOf") if isinstance(found := description.get(key), list)]
+    is_own = kinds == "string" or (isinstance(kinds, list) and "string" in kinds)
+    return is_own or any(_may_be_text(option) for options in listed for option in options)
 
 
 def _from_tags(written: str) -> ToolCall:
