@@ -20,6 +20,19 @@ def test_hermes() -> None:
     assert split_hermes("a<tool_call>b</tool_call>c<tool_call>d") == (["b"], "ac<tool_call>d")
 
 
+def test_calls_in_thoughts_are_drafts() -> None:
+    call = f"<tool_call>{WRITTEN}</tool_call>"
+    for thought in ("<think>I could write {}, or not.</think>", "{}</think>", "<think>By <tool_call> it is.</think>"):
+        before = f"{thought.format(call)}Now "
+        assert split_hermes(f"{before}{call}.{call}") == ([WRITTEN, WRITTEN], f"{before}.")
+        assert split_hermes(before) == ([], before)
+        assert split_hermes(f"{before}{call}<think>") == ([WRITTEN], f"{before}<think>")
+    said = '{"name": "say", "arguments": {"text": "a</think>b"}}'
+    assert split_hermes(f"<tool_call>{said}</tool_call>") == ([said], "")
+    unfinished = f"<think>{call}"  # cut off, or a template's own way to call
+    assert split_hermes(unfinished) == ([WRITTEN], "<think>")
+
+
 def tags(inside: str) -> str:
     return f"<tool_call>\n{inside}\n</tool_call>"
 
