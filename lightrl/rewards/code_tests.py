@@ -116,17 +116,30 @@ def _parsed(test: Any) -> Any:
 
 
 def _checked(test: Any) -> list[str | Mapping[str, str]]:
-    """Returns the tests that an item stands for; APPS and TACO keep all inputs in one item, and all outputs."""
+    """Returns the tests that an item stands for.
+
+    APPS, TACO and CodeContests keep all inputs in one item, and all outputs; APPS and TACO some of these as lines.
+    """
     test = _parsed(test)
     if test is None or isinstance(test, str):
         return [test] if test else []
     if isinstance(test, Mapping) and not test.get("fn_name") and test.get("testtype") != "functional":
-        stdins, stdouts = test.get("inputs"), test.get("outputs")
-        if not isinstance(stdins, list) or not isinstance(stdouts, list) or len(stdins) != len(stdouts):
-            stdins, stdouts = [test.get("stdin", test.get("input", ""))], [test.get("stdout", test.get("output"))]
-        if all(isinstance(value, str) for value in (*stdins, *stdouts)):
+        given = _first(test, ("inputs", "stdin", "input"), ""), _first(test, ("outputs", "stdout", "output"))
+        stdins, stdouts = given if all(isinstance(side, list) for side in given) else [[side] for side in given]
+        stdins, stdouts = [[_joined(value) for value in side] for side in (stdins, stdouts)]
+        if all(isinstance(value, str) for value in (*stdins, *stdouts)) and len(stdins) == len(stdouts):
             return [{"stdin": stdin, "stdout": stdout} for stdin, stdout in zip(stdins, stdouts, strict=True)]
     raise ValueError(f'a test is {test!r:.200}: it must be a string, or {{"stdin": string, "stdout": string}}')
+
+
+def _first(test: Mapping[str, Any], names: Sequence[str], default: Any = None) -> Any:
+    """Returns the first field that is given: in columnar formats every test has the fields of all, with nulls."""
+    return next((test[name] for name in names if test.get(name) is not None), default)
+
+
+def _joined(value: Any) -> Any:
+    is_lines = isinstance(value, list) and all(isinstance(line, str) for line in value)
+    return "\n".join(value) if is_lines else value
 
 
 @lru_cache(maxsize=1024)

@@ -48,10 +48,17 @@ def test_inputs_and_outputs_in_lists_or_in_json_are_tests_of_programs() -> None:
         several,
         json.dumps(several),
         [json.dumps({"input": "1", "output": "2"}), {"stdin": "2", "stdout": ""}],
+        {"input": several["inputs"], "output": several["outputs"]},
+        [{"stdin": None, "stdout": None, "input": "1", "output": "2"}, {"stdin": "2", "stdout": "", "input": None}],
+        {"inputs": [["1", "0"], ["2"]], "outputs": [["2"], ["5"]]},
     ):
         assert rewarded("print(int(input()) * 2)", tests) == 1 / 2
         assert rewarded("print('nonsense')", tests) == 0.0
-    for refused in ({**several, "fn_name": "double"}, {"input": "1", "output": "2", "testtype": "functional"}):
+    for refused in (
+        {**several, "fn_name": "double"},
+        {"input": "1", "output": "2", "testtype": "functional"},
+        {"inputs": ["1"], "outputs": []},
+    ):
         with pytest.raises(RewardError, match="a test is .*: it must be a string"):
             rewarded(DOUBLE, json.dumps(refused))
 
