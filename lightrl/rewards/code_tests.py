@@ -93,11 +93,11 @@ def _lines(text: str) -> list[str]:
 
 
 def _tests_of(fields: Mapping[str, Any], field: str) -> list[str | Mapping[str, str]]:
-    """Reads the prompt's tests; raises ValueError if none of them can fail, which a reward would hide."""
+    """Reads the prompt's tests; raises ValueError if all programs pass them or none does, which a reward would hide."""
     given = _parsed(fields.get(field))
     tests = [test for item in (given if isinstance(given, list | tuple) else [given]) for test in _checked(item)]
-    if all(isinstance(test, str) and _checks_nothing(test) for test in tests):
-        found = f" (statements that no program can fail: {tests[0]!r:.60})" if tests else ""
+    if all(isinstance(test, str) and _flaw(test) for test in tests):
+        found = f" (statements {_flaw(str(tests[0]))}: {tests[0]!r:.60})" if tests else ""
         raise ValueError(
             f"the prompt has no tests in the field {field!r}{found}. Name the field that holds them by --reward_args "
             "code.field=NAME"
@@ -143,12 +143,15 @@ def _joined(value: Any) -> Any:
 
 
 @lru_cache(maxsize=1024)
-def _checks_nothing(test: str) -> bool:
-    """Returns whether the statements only define, import or write down values, so that every program passes."""
+def _flaw(test: str) -> str:
+    """Returns what keeps the statements from telling programs apart; empty if nothing does."""
     try:
-        return all(map(_is_idle, ast.parse(test).body))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False  # it fails
+        is_idle = all(map(_is_idle, ast.parse(test).body))  # they only define, import or write down values
+    except (SyntaxError, ValueError):
+        return "that are no Python"
+    except (RecursionError, MemoryError):
+        return ""
+    return "that no program can fail" if is_idle else ""
 
 
 def _is_idle(statement: ast.stmt) -> bool:

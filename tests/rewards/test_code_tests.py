@@ -78,6 +78,13 @@ def test_statements_that_no_program_fails_are_no_tests(test: str) -> None:
     assert rewarded(DOUBLE, [test, "assert double(2) == 5"]) == 1 / 2  # it may prepare the tests after it
 
 
+@pytest.mark.parametrize("test", ['[{"input": "1", "outp', "eJxrYJ+zAA/BPfLR1Uq==", "assert double(2 == 4"])
+def test_statements_that_are_no_python_are_no_tests(test: str) -> None:
+    with pytest.raises(RewardError, match="no tests in the field 'tests' .statements that are no Python: "):
+        rewarded(DOUBLE, test)
+    assert rewarded(DOUBLE, [test, "assert double(2) == 4"]) == 1 / 2
+
+
 @pytest.mark.parametrize(
     "code",
     [
