@@ -144,7 +144,7 @@ class Judge:
             raise _TransientError(self._without_key(f"{type(error).__name__}: {error}")[:500], 0.0) from None
         try:
             choice = content["choices"][0]
-            text: str = choice["message"]["content"] or ""
+            text = _text_of(choice["message"]["content"])  # a list with the thoughts as parts, of some servers
         except (KeyError, IndexError, TypeError):
             shown = self._without_key(str(content))[:200]
             raise RuntimeError(f"the judge's reply is no chat completion: {shown}") from None
@@ -176,8 +176,12 @@ class Judge:
 
 
 def _without_thoughts(reply: str) -> str:
-    """Returns what follows the thoughts of a model that writes them into its reply, which may hold scores in draft."""
-    return reply.rpartition("</think>")[2].partition("<think>")[0]
+    """Returns what follows the thoughts of a model that writes them into its reply, which may hold scores in draft.
+
+    Behind them, and in a reply without any, <think> is a word: a judge may speak of the tags of the response.
+    """
+    behind = reply.rpartition("</think>")[2]
+    return "" if behind.lstrip().startswith("<think>") else behind
 
 
 class _TransientError(Exception):

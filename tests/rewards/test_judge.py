@@ -167,12 +167,20 @@ def test_thoughts_hold_no_verdict(server: Server) -> None:
         "a": "<think>Score: 3</think>Good. Score: 8",
         "b": "Score: 3</think>I cannot judge this.",
         "c": "<think>Score: 3",
+        "d": "<think>Score: 3</think>What is in <think> is good. Score: 7",
+        "e": "It has no </think> behind its <think>. Score: 6",
     }
     server.answer = lambda number, body: (200, {}, completion(replies[body["messages"][0]["content"]]))
-    eight, none, unfinished = judged(server, "a", "b", "c", prompt="{response}")
-    assert eight == 0.8
+    eight, none, unfinished, seven, six = judged(server, *"abcde", prompt="{response}")
+    assert (eight, seven, six) == (0.8, 0.7, 0.6)
     for error in (none, unfinished):
         assert error.is_no_verdict
+
+
+def test_thoughts_in_parts_hold_no_verdict(server: Server) -> None:
+    parts = [{"type": "thinking", "thinking": "Score: 3"}, {"type": "text", "text": "Score: 8"}]
+    server.answer = lambda number, body: (200, {}, json.dumps({"choices": [{"message": {"content": parts}}]}))
+    assert judged(server, "a") == [0.8]
 
 
 def test_a_server_that_wants_the_newer_name_of_the_limit_gets_it(server: Server) -> None:
