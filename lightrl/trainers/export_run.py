@@ -133,9 +133,9 @@ def _write(config: RunConfig, run: Path, step: int, target: Path) -> None:
     if isinstance(config, RolloutConfig | OfflineConfig) and config.data.chat_template_file:
         for renderer in (tokenizer, saved):
             set_template_file(renderer, config.data.chat_template_file)
-    if isinstance(config, SFTConfig | DPOConfig) and tokenizer.chat_template:
-        end = end_of_turn(tokenizer)  # the answers that it was trained on may be elsewhere
-        stop_at([] if end is None else [end], policy.hf, tokenizer)
+    if isinstance(config, SFTConfig | DPOConfig):  # the answers that it was trained on may be elsewhere
+        ends = {end_of_turn(tokenizer), tokenizer.eos_token_id}
+        stop_at([end for end in ends if end is not None], policy.hf, tokenizer)
     lora: LoraConfig = config.lora
     if lora.is_on:
         add_adapters(policy.hf, lora, seed=config.seed)

@@ -34,7 +34,7 @@ def warn_of_unstopped_turns(config: Any, model_path: str, tokenizer: PreTrainedT
 
 def stop_at(ends: Collection[int], model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Adds those of the tokens that are special to the model's end tokens, and returns their texts."""
-    known, added = eos_ids(model, tokenizer), tokenizer.added_tokens_decoder
+    known, added = eos_ids(model), tokenizer.added_tokens_decoder  # generate() of transformers reads no tokenizer's
     new = sorted(token for token in {*ends}.difference(known) if token in added and added[token].special)
     if new:
         assert model.generation_config is not None, "a language model has one"

@@ -13,7 +13,7 @@ import plain_offline
 import pytest
 import torch
 from tiny_vlm import IMAGE, save_tiny_vlm
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from lightrl.builtin.task import EOS, PAD, VOCABULARY
 from lightrl.config import CheckpointConfig, DPOConfig, ExampleEvalConfig, SFTConfig
@@ -103,6 +103,22 @@ def test_the_trained_model_stops_at_the_end_token_of_its_template(
     raw.data = replace(made.data, chat_template="never")  # the strings of this data set are not rendered
     trainer(raw).close()
     assert "writes today's date" not in caplog.text
+
+
+@pytest.mark.parametrize(("trainer", "config"), [(SFTTrainer, SFTConfig), (DPOTrainer, DPOConfig)])
+def test_the_trained_model_stops_at_the_end_token_of_its_tokenizer(
+    trainer: Any, config: Any, toy: Path, offline_flags: Options, tmp_path: Path
+) -> None:
+    """An answer without a template ends with it, whatever token the model stopped at before."""
+    model = shutil.copytree(toy / "model", tmp_path / "model")
+    AutoTokenizer.from_pretrained(model, eos_token=PAD).save_pretrained(model)
+    options = {**offline_flags(trainer.kind), "model": str(model), "max_steps": 1}
+    run = tmp_path / "run"
+    trainer(config(**options, output_dir=str(run), checkpoint=CheckpointConfig(every=1))).fit()
+    assert main([str(run), "--step", "1"]) == 0
+    for saved in ("final", "exports/step-1"):
+        ends = GenerationConfig.from_pretrained(run / saved).eos_token_id
+        assert ends == sorted(map(VOCABULARY.index, (EOS, PAD)))
 
 
 def test_a_placeholder_without_an_image_is_refused_at_the_start(tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightrl.builtin.task import EOS, PAD, VOCABULARY
 from lightrl.config import GRPOConfig
 from lightrl.trainers.policy_step import PromptData
 from lightrl.trainers.run import open_run
-from lightrl.trainers.turn_end import warn_of_unstopped_turns
+from lightrl.trainers.turn_end import stop_at, warn_of_unstopped_turns
 
 WARNING = f"ends a turn with {PAD}, at which the model does not stop"
 
@@ -58,3 +58,13 @@ def test_a_known_end_is_no_reason_to_warn(toy: Path, tmp_path: Path, caplog: pyt
     assert not warned(model, caplog)
     for number, end in enumerate((EOS, "", "{{ raise_exception('no') }}")):
         assert not warned(with_template(toy, tmp_path / f"other{number}", end), caplog)
+
+
+def test_an_end_that_only_the_tokenizer_names_becomes_the_models(toy: Path) -> None:
+    """A base model beside the tokenizer of its instruct version, for example."""
+    model = AutoModelForCausalLM.from_pretrained(toy / "model")
+    tokenizer = AutoTokenizer.from_pretrained(toy / "model", eos_token=PAD)
+    pad, eos = map(VOCABULARY.index, (PAD, EOS))
+    assert stop_at({pad}, model, tokenizer) == [PAD]
+    assert model.generation_config.eos_token_id == sorted((pad, eos))
+    assert stop_at({pad, eos}, model, tokenizer) == []
