@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightrl.data.json_records import LocatedRecord, Record, field_names, inner_value
 from lightrl.data.prompts import ChatTemplateUse, require_message, shorten, tokenize_raw
 from lightrl.data.streamed import make_each, select
-from lightrl.models.chat_text import render, tools_of
+from lightrl.models.chat_text import called_names, render, tools_of
 from lightrl.records import Answer, Example
 
 if TYPE_CHECKING:
@@ -170,6 +170,7 @@ class ExampleBuilder:
                     f"{where}: the chat template renders the assistant's turn {turn} otherwise when more follows, so "
                     "the text to train on is unknown. Use --data.train_on last."
                 )
+            _require_calls(messages[turn], after[len(before) :], turn, where)
             parts += [text[done : len(before)], after[len(before) :]]
             done = len(after)
         if self._is_scored:
@@ -232,6 +233,16 @@ def _begins_otherwise(turn: int, generation_prompt: str, where: str) -> ValueErr
         f"{generation_prompt!r}, so the text to train on is unknown. Change the template, or give prompt and answer as "
         "strings with --data.chat_template never."
     )
+
+
+def _require_calls(message: Record, rendered: str, turn: int, where: str) -> None:
+    """Raises ValueError if the text of a turn lacks one of its tool calls: the model would learn to end there."""
+    left_out = [name for name in called_names(message) if name not in rendered]
+    if left_out:
+        raise ValueError(
+            f"{where}: the chat template leaves out the call of {left_out[0]!r} in the assistant's turn {turn}. Use a "
+            "model whose template writes tool calls, or write them into the content."
+        )
 
 
 class _TooManyCharactersError(Exception):

@@ -62,6 +62,14 @@ def _warn_of_tools(where: str, tools: object) -> None:
         )
 
 
+def called_names(message: Mapping[str, Any]) -> list[str]:
+    """Returns the names of the tools that a message calls."""
+    calls = message.get("tool_calls")
+    listed = [call for call in (calls if isinstance(calls, list) else []) if isinstance(call, Mapping)]
+    functions = [call["function"] if isinstance(call.get("function"), Mapping) else call for call in listed]
+    return [name for function in functions if isinstance(name := function.get("name"), str)]
+
+
 def _with_calls(message: dict[str, Any], convert: Callable[[Any], Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if not isinstance(calls, list):

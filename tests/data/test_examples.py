@@ -248,3 +248,11 @@ def test_a_turn_that_only_calls_a_tool_may_have_no_content() -> None:
     assert build({"messages": messages}, letters(template)) == "u:q;a:[#f;]t:6;a:[x;</s>]"
     with pytest.raises(ValueError, match="A message must be"):
         build({"messages": [turns[0], {"role": "assistant", "content": None}]}, letters(template))
+
+
+@pytest.mark.parametrize("call", [{"name": "f"}, {"type": "function", "function": {"name": "f", "arguments": {}}}])
+def test_a_template_that_leaves_out_a_call_is_refused(call: dict[str, Any]) -> None:
+    """The model would learn to end its turn in the place of the call."""
+    turns = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "x", "tool_calls": [call]}]
+    with pytest.raises(ValueError, match=r"data.jsonl:1: the chat template leaves out the call of 'f' in .* turn 1"):
+        build({"messages": turns}, letters(CHATML))
