@@ -167,13 +167,17 @@ def _mapped_frames(path: str) -> Any:
 def in_parts(message: dict[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
     """Returns a message as parts, if its text names the places of images by <image> and of videos by <video>.
 
+    A message that has images or videos as parts is left as it is.
+
     kinds: those to look for: a record without images may contain the word.
     """
     content = message["content"]
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     marks = {f"<{kind}>": {"type": kind} for kind in kinds}
-    if not isinstance(content, str) or not any(mark in content for mark in marks):
+    texts = [part["text"] for part in parts if part["type"] == "text"]
+    if len(texts) < len(parts) or not any(mark in text for mark in marks for text in texts):
         return message
-    pieces = [piece for piece in re.split("(" + "|".join(marks) + ")", content) if piece]
+    pieces = [piece for text in texts for piece in re.split("(" + "|".join(marks) + ")", text) if piece]
     return {**message, "content": [marks.get(piece) or {"type": "text", "text": piece} for piece in pieces]}
 
 

@@ -273,14 +273,18 @@ def test_messages_name_their_images_as_parts(tmp_path: Path) -> None:
     assert "name" not in prompt.messages[1]
 
 
-@pytest.mark.parametrize("as_messages", [False, True])
-def test_a_text_may_name_the_places_of_its_images(as_messages: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["text", "messages", "parts"])
+def test_a_text_may_name_the_places_of_its_images(form: str, tmp_path: Path) -> None:
     """As in many data sets on the hub; without images the word is a word."""
     checkered(28, 28).save(tmp_path / "a.png")
     np.save(tmp_path / "v.npy", frames(2, 28, 28))
     texts, fields = ["is <image> or <image> in <video>?", "what is <image>?"], media_fields()
+
+    def content(text: str) -> Any:
+        return text if form == "messages" else [{"type": "text", "text": text[:3]}, {"type": "text", "text": text[3:]}]
+
     records = [
-        {"prompt": [{"role": "user", "content": text}] if as_messages else text, **given}
+        {"prompt": text if form == "text" else [{"role": "user", "content": content(text)}], **given}
         for text, given in zip(
             texts,
             ({"images": [str(tmp_path / "a.png")] * 2, "videos": [str(tmp_path / "v.npy")]}, {"images": []}),
@@ -292,7 +296,7 @@ def test_a_text_may_name_the_places_of_its_images(as_messages: bool, tmp_path: P
     shown, plain = build_prompts(at(*records), tokenizer, max_prompt_tokens=99, media=fields)
     assert shown.text == f"user:is {IMAGE} or {IMAGE} in {VIDEO}?;assistant:"
     assert plain.text == "user:what is <image>?;assistant:"
-    assert shown.messages == ({"role": "user", "content": texts[0]},)
+    assert shown.messages == ({"role": "user", "content": content(texts[0]) if form == "parts" else texts[0]},)
 
 
 def test_bad_images_are_told_with_file_and_line(tmp_path: Path) -> None:
