@@ -57,7 +57,7 @@ def _png(image: Any) -> bytes:
 
 
 def _written(content: bytes) -> Path:
-    path = cache_folder() / "images" / hashlib.sha256(content).hexdigest()
+    path = cache_folder().absolute() / "images" / hashlib.sha256(content).hexdigest()  # other paths are the data's
     if not path.is_file():
         # Ranks that write the same file do not disturb each other. Those of two nodes may have one process number.
         unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}")

@@ -151,6 +151,13 @@ def test_prompts_name_the_files_of_the_images_in_their_data_set(
     assert (without.images, without.answer) == ((), "y")
 
 
+def test_the_folder_may_be_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unlike a relative path in the data, it does not start at the folder of the data."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LIGHTRL_CACHE", "cache")
+    assert as_files(b"content").startswith(str(tmp_path / "cache" / "images"))
+
+
 def test_a_model_without_images_refuses_them_before_anything_is_written(tmp_path: Path, cache: Path) -> None:
     media = tiny_media("qwen2_5_vl")
     with pytest.raises(ValueError, match=r"rows.parquet: row 1: 'images' names images, and the model takes none"):
