@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from lightrl.builtin.task import HELD_OUT
 from lightrl.config import EvaluateConfig
-from lightrl.data.prompts import shorten
+from lightrl.data.prompts import held_out_of, shorten
 from lightrl.records import Sample
 from lightrl.rewards import OwnRewards
 from lightrl.rewards.reward_set import RewardSet
@@ -37,6 +37,11 @@ class Evaluator(Trainer):
         reward: OwnRewards | None = None,
     ) -> None:
         config: EvaluateConfig = run.config if isinstance(run, RunContext) else run
+        if not config.eval_data and not held_out_of(config.train_data):
+            raise ValueError(
+                f"There are no prompts to evaluate on: {config.train_data} is training data. Give --eval_data, "
+                "which may name these too."
+            )
         self.rewards = RewardSet.from_config(config, reward)
         super().__init__(run, strategy=strategy)
         self.prompts = PromptData(self.run)

@@ -92,3 +92,9 @@ def test_prompts_of_trainings_are_not_taken_for_held_out_ones(
     note = "builtin:addition has the prompts of trainings; builtin:addition-heldout has those that none sees."
     assert note in told("builtin:addition")
     assert "none sees" not in told("builtin:addition-heldout")
+
+
+def test_an_evaluation_without_prompts_is_refused(data: Path) -> None:
+    """As with the file of a training that had no --eval_data."""
+    with pytest.raises(ValueError, match=r"no prompts to evaluate on: .*eval.jsonl is training data. Give --eval_data"):
+        Evaluator(EvaluateConfig(train_data=str(data)))
