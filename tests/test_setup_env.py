@@ -25,6 +25,7 @@ case "$1 ${2:-}" in
         exit 0 ;;
     "- "*) cksum "$2/pyproject.toml" ;;
     "--version "*) echo "Python 3.11.0" ;;
+    "-c "*direct_url*) echo "${OWNER:-}" ;;
     *) exit "${PYTHON_IS_OLD:-0}" ;;
 esac
 """
@@ -80,6 +81,22 @@ def test_nothing_is_installed_twice_until_pyproject_changes(clone: Path) -> None
     with (clone / "pyproject.toml").open("a") as file:
         file.write("# changed\n")
     assert len(set_up(clone)[1]) == 2
+
+
+def test_a_linked_environment_of_another_checkout_is_left_alone(clone: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    set_up(clone)
+    other.mkdir()
+    shutil.move(clone / ".venv", other / ".venv")
+    (clone / ".venv").symlink_to(other / ".venv")
+    (clone / "pyproject.toml").write_text("changed")
+    code, asked, said = set_up(clone, OWNER=str(other))
+    assert (code, asked) == (1, [])
+    assert f"is a link to {other / '.venv'}, where lightrl is installed from {other}." in said
+    assert f"PYTHONPATH={clone}" in said
+    for owner in ("", str(clone), str(tmp_path / "gone")):
+        (clone / "pyproject.toml").write_text(owner)
+        assert len(set_up(clone, OWNER=owner)[1]) == 2, owner
 
 
 def test_the_environment_for_tests_holds_what_training_needs(clone: Path) -> None:
