@@ -245,7 +245,7 @@ def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
 def check_model_folder(path: str, option: str = "--model") -> None:
     """Raises an error unless the path can be a model, before transformers mistakes a wrong folder for a hub name."""
     folder = Path(path)
-    looks_local = path.startswith(("/", ".", "~")) or folder.exists()
+    looks_local = path.startswith(("/", ".", "~")) or path.count("/") > 1 or folder.exists()
     if not path or (":" in path and not folder.exists()):
         raise ValueError(f"{option} {path!r} is neither a folder, nor a Hugging Face name, nor builtin:addition.")
     if not looks_local:

@@ -63,6 +63,8 @@ def test_what_a_model_folder_lacks_is_told(folder: str, tmp_path: Path, monkeypa
     check_model_folder(folder)
     with pytest.raises(FileNotFoundError, match="there is no such folder"):
         check_model_folder(str(tmp_path / "nowhere"))
+    with pytest.raises(FileNotFoundError, match=r"--model runs/sums/fina: there is no such folder\.$"):
+        check_model_folder("runs/sums/fina")
     monkeypatch.setenv("HOME", str(Path(folder).parent))
     with pytest.raises(FileNotFoundError, match=r"there is no such folder\. Write out ~"):
         check_model_folder(f"~/{Path(folder).name}")
