@@ -80,7 +80,8 @@ def replay(arguments: Sequence[str]) -> int:
         )
     config = read_options(list(_HANDS_NOTHING_ON))
     if not config.output_dir or Path(config.output_dir).resolve() == recorded.resolve():
-        exit_with_user_error(ValueError("Give --output_dir: a folder for the repeated run, beside the recorded one."))
+        text = "Give --output_dir: a folder for the repeated run, beside the recorded one"
+        exit_with_user_error(ValueError(f"{text}; or --step N to repeat one step."))
     run_program(partial(_repeating, ReplayedPPO if is_ppo else ReplayedGRPO, recorded), config)
     return 0
 

@@ -19,7 +19,9 @@ def test_a_run_is_not_repeated_into_its_own_folder(tmp_path: Path, capsys: pytes
     (tmp_path / "config.yaml").write_text(f"output_dir: {tmp_path}\nmax_steps: 2\n")
     with pytest.raises(SystemExit):
         replay([str(tmp_path)])
-    assert "Give --output_dir: a folder for the repeated run" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "Give --output_dir: a folder for the repeated run" in told
+    assert "or --step N to repeat one step" in told
 
 
 def test_a_repeated_run_uploads_and_reports_nothing_unless_it_is_told_to(
