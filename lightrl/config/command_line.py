@@ -16,6 +16,7 @@ from lightrl.config.evaluate import EvaluateConfig, left_out
 from lightrl.config.help import help_on, short_help, whole_help
 from lightrl.config.options import nearest_name, option_types
 from lightrl.config.peer_names import own_names
+from lightrl.config.runs import DPOConfig, GRPOConfig, PPOConfig, RMConfig, SFTConfig
 from lightrl.config.untrained_options import reason_against, reasons_against
 from lightrl.config.yaml_text import read_yaml
 from lightrl.last_error import leave_error
@@ -65,7 +66,11 @@ def _say_more(args: Sequence[str], types: Mapping[str, Any]) -> None:
     types: of the options, by name.
     """
     leave_error("The options are wrong: the first lines of the output say which, and what is allowed.")
-    for reason in [*reasons_against(args, types), *own_names(args, types), *_too_many_values(args, types)]:
+    flags = [arg.partition("=")[0].removeprefix("--").replace("-", "_") for arg in args if arg.startswith("--")]
+    unknown = [flag for flag in flags if flag not in types]
+    elsewhere = [reason for flag in unknown if (reason := _trainers_with(flag)) and not own_names([f"--{flag}"], types)]
+    reasons = [*reasons_against(args, types), *own_names(args, types), *elsewhere, *_too_many_values(args, types)]
+    for reason in reasons:
         print_user_error(ValueError(reason))
 
 
@@ -82,6 +87,13 @@ def _too_many_values(args: Sequence[str], types: Mapping[str, Any]) -> Iterator[
 
 def _takes_several(hint: Any) -> bool:
     return any(get_origin(kind) is tuple for kind in (hint, *get_args(hint)))
+
+
+def _trainers_with(name: str) -> str:
+    """Returns which programs have an option that this one lacks, or an empty text."""
+    kinds = (GRPOConfig, PPOConfig, SFTConfig, RMConfig, DPOConfig)
+    owners = [kind.__name__.removesuffix("Config").lower() for kind in kinds if name in option_types(kind)]
+    return f"--{name} is an option of lightrl train {'|'.join(owners)}, not of this program." if owners else ""
 
 
 def _own_name(arg: str) -> str:
@@ -177,7 +189,7 @@ def _yaml_flags(config_class: type[Any], path: str, beside: Sequence[str] = ()) 
         if name in unused:
             continue
         if name not in types:
-            hint = reason_against(name, types) or _nearest_option(name, set(types))
+            hint = reason_against(name, types) or _trainers_with(name) or _nearest_option(name, set(types))
             raise ValueError(f"--config {path}: unknown option {name!r}. {hint}")
         _check_value(name, value, types[name], path)
         if name == "config":

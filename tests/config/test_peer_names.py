@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.config import GRPOConfig, parse_config
+from lightrl.config import GRPOConfig, SFTConfig, parse_config
 from lightrl.config.options import option_names
 from lightrl.config.peer_names import _OURS, own_names
 
@@ -29,3 +29,34 @@ def test_a_name_of_another_trainer_is_answered_by_ours(capsys: pytest.CaptureFix
 def test_names_that_the_program_has_or_cannot_offer_are_left_alone() -> None:
     assert own_names(["--beta", "1", "learning_rate"], {"lr"}) == []
     assert own_names(["--learning_rate"], {"learning_rate", "lr"}) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "wanted"),
+    [
+        (GRPOConfig, ["--critic_lr", "1"], "--critic_lr is an option of lightrl train ppo, not of this program."),
+        (SFTConfig, ["--top-p=0.9"], "--top_p is an option of lightrl train grpo|ppo, not of this program."),
+        (GRPOConfig, ["--config", "ppo.yaml"], "unknown option 'critic_lr'. --critic_lr is an option of lightrl train"),
+    ],
+)
+def test_an_option_of_another_program_is_told_to_be_one(
+    config: type,
+    words: list[str],
+    wanted: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ppo.yaml").write_text("critic_lr: 1\n")
+    with pytest.raises(SystemExit):
+        parse_config(config, words)
+    assert wanted in capsys.readouterr().err
+
+
+def test_a_flag_that_has_another_name_here_is_not_said_to_be_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_config(GRPOConfig, ["--beta", "0.1"])
+    told = capsys.readouterr().err
+    assert "--beta is --algorithm.kl_coef here." in told
+    assert "an option of" not in told
