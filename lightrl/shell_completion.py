@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from lightrl.config import exit_with_user_error, option_names, print_text
 from lightrl.programs import COMMANDS, TRAINERS, Run
@@ -20,10 +20,25 @@ _lightrl() {{
         *) words="" ;;
     esac
     [ "$COMP_CWORD" -eq 1 ] && words="{commands}"
-    [ "$COMP_CWORD" -eq 2 ] && [ "${{COMP_WORDS[1]}}" = train ] && words="{trainers}"
+    if [ "$COMP_CWORD" -eq 2 ]; then
+        case "${{COMP_WORDS[1]}}" in
+            train | plan) words="{trainers}" ;;
+            completion) words="bash zsh" ;;
+        esac
+    fi
     COMPREPLY=($(compgen -W "$words" -- "$current"))
 }}
 complete -o default -F _lightrl lightrl"""
+# Options of programs whose modules load torch, for which a shell would wait whenever it starts.
+_OWN_OPTIONS = {
+    "doctor": "output_dir timeout_s json",
+    "export": "step output hub.push",
+    "hash": "",
+    "lm-eval": "tasks include_path num_fewshot limit batch_size device chat output",
+    "plan": "ranks device_memory prompt_tokens response_tokens fit json",
+    "replay": "step debug",
+    "report": "output watch seconds",
+}
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -40,18 +55,19 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _script() -> str:
-    cases = [*_cases(TRAINERS, "train {}*"), *_cases(COMMANDS, "{} *")]
+    of_trainers = {name: option_names(trainer.config) for name, trainer in TRAINERS.items()}
+    options = {f"train {name}": [*names, "help-all"] for name, names in of_trainers.items()}
+    for name, command in COMMANDS.items():
+        if isinstance(command, Run):
+            options[f"{name} "] = [*option_names(command.config), "help-all"]
+        elif name in _OWN_OPTIONS:
+            options[f"{name} "] = _OWN_OPTIONS[name].split()
+    own, repeated = options.pop("plan "), dict.fromkeys([*of_trainers["grpo"], *of_trainers["ppo"]])
+    options |= {f"plan {name}": [*names, *own, "help-all"] for name, names in of_trainers.items()}
+    options["replay "] += repeated
+    cases = [f'        "{words}"*) words="{_flags(names)}" ;;' for words, names in options.items()]
     return _BASH.format(cases="\n".join(cases), commands=" ".join(COMMANDS), trainers=" ".join(TRAINERS))
 
 
-def _cases(programs: Mapping[str, object], pattern: str) -> list[str]:
-    return [
-        f'        "{pattern.format(name)[:-1]}"*) words="{_flags(program)}" ;;'
-        for name, program in programs.items()
-        if isinstance(program, Run)
-    ]
-
-
-def _flags(program: Run) -> str:
-    names = [f"--{name.rstrip('_')}" for name in option_names(program.config)]
-    return " ".join([*names, "--help", "--help-all"])
+def _flags(names: Sequence[str]) -> str:
+    return " ".join(f"--{name.rstrip('_')}" for name in [*names, "help"])

@@ -5,7 +5,13 @@ import subprocess
 
 import pytest
 
-from lightrl.shell_completion import main
+from lightrl.config import option_names
+from lightrl.doctor.report import DoctorConfig
+from lightrl.plan.plan_program import PlanConfig
+from lightrl.programs import COMMANDS, Run
+from lightrl.report import program as report_program
+from lightrl.shell_completion import _OWN_OPTIONS, main
+from lightrl.trainers import export_run, harness_run, recorded_run
 
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
@@ -20,6 +26,15 @@ from lightrl.shell_completion import main
         ("lightrl evaluate --eval.k", "--eval.k"),
         ("lightrl evaluate --config ru", ""),
         ("lightrl report ru", ""),
+        ("lightrl report --w", "--watch"),
+        ("lightrl export RUN --hub", "--hub.push"),
+        ("lightrl replay RUN --deb", "--debug"),
+        ("lightrl replay RUN --critic_mo", "--critic_model"),
+        ("lightrl plan ", "grpo ppo sft rm dpo"),
+        ("lightrl plan grpo --rollout.ov", "--rollout.over_issue"),
+        ("lightrl plan sft --device_", "--device_memory"),
+        ("lightrl plan sft --rollout.ov", ""),
+        ("lightrl completion ", "bash zsh"),
     ],
 )
 def test_bash_completes_commands_and_options(words: str, completed: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -29,6 +44,17 @@ def test_bash_completes_commands_and_options(words: str, completed: str, capsys:
     script += f'COMP_CWORD={len(typed) - 1}\n_lightrl\necho "${{COMPREPLY[@]}}"'
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=30, check=True)
     assert done.stdout == f"{completed}\n"
+
+
+def test_no_command_lacks_its_options() -> None:
+    read = {"doctor": option_names(DoctorConfig), "plan": option_names(PlanConfig), "hash": []}
+    modules = {"export": export_run, "lm-eval": harness_run, "replay": recorded_run, "report": report_program}
+    for name, module in modules.items():
+        flags = [flag for action in module._parser()._actions for flag in action.option_strings]
+        read[name] = [flag.removeprefix("--") for flag in flags if flag not in ("-h", "--help")]
+    assert {name: words.split() for name, words in _OWN_OPTIONS.items()} == read
+    starts_others = {"train", "completion"}
+    assert {name for name, command in COMMANDS.items() if not isinstance(command, Run)} - starts_others == set(read)
 
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="needs bash")
