@@ -10,7 +10,7 @@ from lightrl.imports import load_object
 from lightrl.records import Prompt
 from lightrl.rollout.client import EngineClient
 from lightrl.rollout.episode import Episode, Turn
-from lightrl.rollout.workflow import Workflow
+from lightrl.rollout.workflow import Workflow, check_arguments
 
 
 class MultiTurnWorkflow(Workflow):
@@ -43,6 +43,12 @@ class MultiTurnWorkflow(Workflow):
         if arguments and not user:
             raise ValueError(f"{', '.join(sorted(arguments))}: arguments of a user, and there is no user=... .")
         self._user = load_object(user, builtin={}, what="user", example="MyUser") if user else None
+        if inspect.isclass(self._user):
+            check_arguments(f"user {user!r}", inspect.signature(self._user), arguments)
+        elif user and arguments:
+            raise ValueError(
+                f"{', '.join(sorted(arguments))}: the user {user!r} takes no arguments, as it is no class."
+            )
         self._arguments = arguments
         self._feedback, self._solved_at, self._discount = feedback, solved_at, discount
         self._new_user()  # a wrong argument shows here, before anything expensive

@@ -73,6 +73,7 @@ class EnvironmentWorkflow(Workflow):
     def __init__(self, *, environment: str, **arguments: Any) -> None:
         """Takes openenv or package.module:Class; the other arguments go to the constructor of the environment."""
         self._make = load_object(environment, builtin=BUILTIN_ENVIRONMENTS, what="environment", example="MyEnvironment")
+        check_arguments(f"environment {environment!r}", inspect.signature(self._make), arguments)
         self._arguments = arguments
         trial = self._new_environment()  # a wrong argument shows here, before anything expensive
         try:
@@ -186,15 +187,16 @@ def load_workflow(config: WorkflowConfig) -> Workflow:
             f"arun_episode of the workflow {config.workflow!r} is not async: write `async def arun_episode`."
         )
     arguments = named_values(config.workflow_args, "rollout.workflow_args")
-    _check_arguments(config.workflow, inspect.signature(found), arguments)
+    check_arguments(f"workflow {config.workflow!r}", inspect.signature(found), arguments)
     return found(**arguments)
 
 
-def _check_arguments(name: str, signature: inspect.Signature, arguments: Mapping[str, Any]) -> None:
+def check_arguments(what: str, signature: inspect.Signature, arguments: Mapping[str, Any]) -> None:
+    """Raises ValueError if --rollout.workflow_args do not fit the parameters of what they are for."""
     try:
         signature.bind(**arguments)
     except TypeError as error:
-        raise ValueError(f"--rollout.workflow_args: the workflow {name!r} cannot be built: {error}.") from error
+        raise ValueError(f"--rollout.workflow_args: the {what} cannot be built: {error}.") from error
     for key, value in arguments.items():
         declared = declared_type(signature.parameters[key].annotation) if key in signature.parameters else ""
         if not fits(declared, value) and value is not None:

@@ -89,6 +89,8 @@ def test_a_user_of_ones_own_ends_the_conversation() -> None:
         ({"discount": 0}, "discount is 0: it must be above 0"),
         ({"words": "a"}, "words: arguments of a user, and there is no user"),
         ({"user": HERE + "HERE"}, "cannot be called: it takes .answer, data."),
+        ({"user": HERE + "Teacher", "wordz": "a"}, "the user '.*Teacher' cannot be built"),
+        ({"user": HERE + "text_of", "words": "a"}, "words: the user '.*text_of' takes no arguments, as it is no class"),
     ],
 )
 def test_settings_that_make_no_user_are_refused(settings: dict[str, Any], text: str) -> None:

@@ -209,6 +209,14 @@ def load(**options: Any) -> Workflow:
         ),
         ({"workflow": "environment", "workflow_args": ("environment",)}, "it must be name=value"),
         (
+            {"workflow": "environment", "workflow_args": (f"environment={HERE}Count", "length=1", "opning=a")},
+            "the environment '.*Count' cannot be built: got an unexpected keyword argument 'opning'",
+        ),
+        (
+            {"workflow": "environment", "workflow_args": (f"environment={HERE}Count", "length=one")},
+            "length is 'one', and it must be int",
+        ),
+        (
             {"workflow": f"{HERE}Bonus", "workflow_args": ("bonis=1",)},
             "Bonus' cannot be built: got an unexpected keyword argument 'bonis'",
         ),
