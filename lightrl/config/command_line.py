@@ -189,7 +189,8 @@ def _yaml_flags(config_class: type[Any], path: str, beside: Sequence[str] = ()) 
         if name in unused:
             continue
         if name not in types:
-            hint = reason_against(name, types) or _trainers_with(name) or _nearest_option(name, set(types))
+            told = reason_against(name, types) or " ".join(own_names([f"--{name}"], types)) or _trainers_with(name)
+            hint = told or _nearest_option(name, set(types))
             raise ValueError(f"--config {path}: unknown option {name!r}. {hint}")
         _check_value(name, value, types[name], path)
         if name == "config":

@@ -18,12 +18,31 @@ def test_every_name_stands_in_the_guide_and_leads_to_an_option() -> None:
         assert all(name in known for name in re.findall(r"--([\w.]+)", ours)), theirs
 
 
+def test_every_name_of_the_guide_is_answered() -> None:
+    known = option_names(GRPOConfig)
+    for section in ("TRL", "OpenRLHF"):  # verl's are keys of Hydra, without dashes
+        table = GUIDE.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+        columns = [
+            line.split("|")[1] for line in table.splitlines() if line.startswith("| `") and "| Here |" not in line
+        ]
+        theirs = {name for column in columns for name in re.findall(r"`(?:--)?(\w+)(?:=[^`]*)?`", column)}
+        assert len(theirs) > 30
+        assert theirs - set(_OURS) - set(known) == set()
+
+
 def test_a_name_of_another_trainer_is_answered_by_ours(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         parse_config(GRPOConfig, ["--learning-rate=3e-6", "--nothing", "1"])
     assert end.value.code == 2
     told = capsys.readouterr()
     assert "--learning_rate is --lr here." in told.out + told.err
+
+
+def test_it_is_answered_in_a_file_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.yaml").write_text("num_generations: 8\n")
+    with pytest.raises(SystemExit):
+        parse_config(GRPOConfig, ["--config", str(tmp_path / "run.yaml")])
+    assert "unknown option 'num_generations'. --num_generations is --group_size here." in capsys.readouterr().err
 
 
 def test_names_that_the_program_has_or_cannot_offer_are_left_alone() -> None:
