@@ -6,12 +6,13 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# How lightrl's trainers call the methods that a strategy may write: values by position, then names.
+# How lightrl calls the methods that a strategy may write: values by position, then names. The weight of backward() and
+# is_boundary of optimizer_step() are left out, because lightrl keeps them to itself if prepare_model() is its own.
 _CALLS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
     "prepare_model": (("model",), ()),
     "create_optimizer": (("model",), ("lr", "betas", "eps", "weight_decay")),
-    "backward": (("loss", "model", "optimizer"), ("weight",)),
-    "optimizer_step": (("optimizer", "model", "scheduler"), ("is_boundary",)),
+    "backward": (("loss", "model", "optimizer"), ()),
+    "optimizer_step": (("optimizer", "model", "scheduler"), ()),
     "full_parameters": (("model", "dtype"), ()),
     "before_micro_batch": (("model", "is_last_micro_batch"), ()),
     "after_forward_only": (("model",), ()),
@@ -31,10 +32,10 @@ def checked_class(name: str, kind: Any, base: type) -> type[Any]:
         remedy = "Write them, or inherit from a built-in strategy."
         raise ValueError(f"Strategy {name!r} does not implement {', '.join(missing)}. {remedy}")
     for method, (positional, named) in _CALLS.items():
-        function = getattr(kind, method)
-        if not inspect.isfunction(function):
+        function = inspect.getattr_static(kind, method)
+        if not inspect.isfunction(function):  # a static method, for example, has no self
             continue
-        signature = inspect.signature(function)
+        signature = inspect.signature(function, follow_wrapped=False)  # a decorator may take what the method does not
         try:
             signature.bind(None, *positional, **dict.fromkeys(named))
         except TypeError as error:

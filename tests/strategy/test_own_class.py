@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from lightrl.config import GRPOConfig
 from lightrl.strategy import create_strategy
 from lightrl.strategy.base import StrategyBase, strategy_class
 from lightrl.strategy.own_class import checked_class
-from lightrl.strategy.torch_native import SingleStrategy
+from lightrl.strategy.torch_native import SingleStrategy, TorchStrategy
 from lightrl.testing.tiny_training import tiny_policy
 
 
@@ -30,6 +32,34 @@ class Forgetful(SingleStrategy):
         super().create_optimizer(model, **kwargs)
 
 
+class Simple(StrategyBase):
+    """Its model is placed by lightrl, which then keeps weight and is_boundary to itself."""
+
+    def create_optimizer(self, model: nn.Module, **kwargs: Any) -> Any: ...
+
+    def backward(self, loss: Tensor, model: nn.Module, optimizer: Any) -> None: ...  # type: ignore[override]
+
+    def optimizer_step(self, optimizer: Any, model: nn.Module, scheduler: Any, name: str = "") -> Any: ...  # type: ignore[override]
+
+    save_ckpt, load_ckpt = TorchStrategy.save_ckpt, TorchStrategy.load_ckpt
+
+
+def with_any_dtype(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(self: Any, model: nn.Module, dtype: Any = None) -> Any:
+        return method(self, model)
+
+    return call
+
+
+class Decorated(SingleStrategy):
+    @with_any_dtype
+    def full_parameters(self, model: nn.Module) -> Any: ...  # type: ignore[override]
+
+    @staticmethod
+    def check_model_config(config: Any) -> None: ...  # type: ignore[override]
+
+
 def test_methods_that_lightrl_cannot_call_are_named() -> None:
     with pytest.raises(ValueError, match=r"NoRate.create_optimizer\(self.* be called as .*\(model, lr=..., betas"):
         create_strategy(GRPOConfig(strategy=f"{__name__}:NoRate"))
@@ -40,6 +70,11 @@ def test_methods_that_lightrl_cannot_call_are_named() -> None:
 def test_the_strategies_of_lightrl_take_these_calls() -> None:
     for name in ("single", "ddp", "fsdp"):
         assert checked_class(name, strategy_class(name), StrategyBase) is strategy_class(name)
+
+
+@pytest.mark.parametrize("kind", [Simple, Decorated])
+def test_what_lightrl_can_call_is_taken(kind: type) -> None:
+    assert checked_class("own", kind, StrategyBase) is kind
 
 
 def test_a_strategy_that_returns_no_optimizer_is_named() -> None:
