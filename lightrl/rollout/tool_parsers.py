@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 _HERMES_BEGIN, _HERMES_END = "<tool_call>", "</tool_call>"
 _HERMES = re.compile(rf"{_HERMES_BEGIN}(.*?){_HERMES_END}", re.DOTALL)
-_THOUGHT_END = "</think>"
+_THOUGHT_BEGIN, _THOUGHT_END = "<think>", "</think>"
 _TAGS = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER_END = "</parameter>"
 _PARAMETER = re.compile(rf"<parameter=([^<>\n]+)>\n?(.*?)\n?{_PARAMETER_END}", re.DOTALL)
@@ -38,27 +38,34 @@ def hermes_calls(text: str) -> list[ToolCall]:
 
 
 def split_hermes(text: str) -> tuple[list[str], str]:
-    """Returns what stands in each `<tool_call>...</tool_call>` behind the turn's thoughts, and the text without these.
+    """Returns what stands in each `<tool_call>...</tool_call>` outside the turn's thoughts, and the text without these.
 
     Behind the last end nothing is searched: a turn that only repeats the beginning would take seconds.
     """
-    start, end = _end_of_thoughts(text), text.rfind(_HERMES_END) + len(_HERMES_END)
-    if end < start:
-        return [], text
-    return _HERMES.findall(text, start, end), text[:start] + _HERMES.sub("", text[start:end]) + text[end:]
+    begin, end = _thoughts(text)
+    found, rests = [], []
+    for part in (text[:begin], text[end:]):
+        stop = part.rfind(_HERMES_END) + len(_HERMES_END)
+        searched = part[:stop] if stop >= len(_HERMES_END) else ""
+        found += _HERMES.findall(searched)
+        rests.append(_HERMES.sub("", searched) + part[len(searched) :])
+    return found, rests[0] + text[begin:end] + rests[1]
 
 
-def _end_of_thoughts(text: str) -> int:
-    """Returns where the thoughts end with which a turn begins: calls in them are drafts, and may lack their end.
+def _thoughts(text: str) -> tuple[int, int]:
+    """Returns where the turn's thoughts begin and end: calls in them are drafts, and may lack their end.
 
-    An argument may contain </think> too: then a call has begun before it, and ends behind it before another begins.
+    Without <think> they begin with the turn, as where the chat template has written it. An argument may contain
+    </think> too: then a call has begun before it, and ends behind it before another begins.
     """
     end = text.find(_THOUGHT_END) + len(_THOUGHT_END)
     if end < len(_THOUGHT_END):
-        return 0
+        return 0, 0
     has_begun = text.rfind(_HERMES_BEGIN, 0, end) > text.rfind(_HERMES_END, 0, end)
     closed = text.find(_HERMES_END, end)
-    return 0 if has_begun and closed >= 0 and text.find(_HERMES_BEGIN, end, closed) < 0 else end
+    if has_begun and closed >= 0 and text.find(_HERMES_BEGIN, end, closed) < 0:
+        return 0, 0
+    return max(text.find(_THOUGHT_BEGIN, 0, end), 0), end
 
 
 def call_in(written: str) -> ToolCall:

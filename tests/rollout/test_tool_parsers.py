@@ -27,6 +27,7 @@ def test_calls_in_thoughts_are_drafts() -> None:
         assert split_hermes(f"{before}{call}.{call}") == ([WRITTEN, WRITTEN], f"{before}.")
         assert split_hermes(before) == ([], before)
         assert split_hermes(f"{before}{call}<think>") == ([WRITTEN], f"{before}<think>")
+    assert split_hermes(f"a{call}b<think>{call}</think>c{call}d") == ([WRITTEN, WRITTEN], f"ab<think>{call}</think>cd")
     said = '{"name": "say", "arguments": {"text": "a</think>b"}}'
     assert split_hermes(f"<tool_call>{said}</tool_call>") == ([said], "")
     unfinished = f"<think>{call}"  # cut off, or a template's own way to call
