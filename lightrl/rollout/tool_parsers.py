@@ -106,22 +106,25 @@ def typed_arguments(call: ToolCall, description: Any) -> dict[str, Any]:
 
 
 def _typed(text: str, description: Any) -> Any:
-    if _may_be_text(description):
-        return text
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
-        return _LITERALS.get(text.strip(), text)
+        value = _LITERALS.get(text.strip(), text)
+    kinds = set(_kinds(description))
+    own = {type(None): "null", list: "array", dict: "object"}.get(type(value))
+    # 123 may be a text, but where null, a list or an object may stand too, nobody means a text by one.
+    return text if "string" in kinds and own not in kinds else value
 
 
-def _may_be_text(description: Any) -> bool:
-    """Returns whether a description allows a text; pydantic, and so many MCP servers, write alternatives as anyOf."""
-    if not isinstance(description, Mapping):
-        return False
-    kinds = description.get("type")
-    listed = [found for key in ("anyOf", "oneOf") if isinstance(found := description.get(key), list)]
-    is_own = kinds == "string" or (isinstance(kinds, list) and "string" in kinds)
-    return is_own or any(_may_be_text(option) for options in listed for option in options)
+def _kinds(description: Any) -> Iterator[str]:
+    """Yields the types that a description allows; pydantic, and so many MCP servers, write alternatives as anyOf."""
+    if isinstance(description, Mapping):
+        kinds = description.get("type")
+        yield from (kind for kind in (kinds if isinstance(kinds, list) else [kinds]) if isinstance(kind, str))
+        for key in ("anyOf", "oneOf"):
+            options = description.get(key)
+            for option in options if isinstance(options, list) else ():
+                yield from _kinds(option)
 
 
 def _from_tags(written: str) -> ToolCall:

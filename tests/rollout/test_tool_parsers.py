@@ -63,14 +63,18 @@ def test_texts_get_the_types_of_the_description() -> None:
         "g": "odd",
     }
     described = {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
-    typed = {"a": 1, "b": "1", "c": [1, 2], "d": True, "e": "x", "f": "null", "g": 2}
+    typed = {"a": 1, "b": "1", "c": [1, 2], "d": True, "e": "x", "f": None, "g": 2}
     assert typed_arguments(ToolCall("f", dict(texts), has_texts=True), described) == typed
-    assert typed_arguments(ToolCall("f", dict(texts), has_texts=True), None) == {**typed, "b": 1, "f": None}
+    assert typed_arguments(ToolCall("f", dict(texts), has_texts=True), None) == {**typed, "b": 1}
     assert typed_arguments(ToolCall("f", dict(texts)), described) == texts
     for key in ("anyOf", "oneOf"):
         for kind, value in (("string", "1"), ("integer", 1)):
             properties["b"] = {key: [{"type": kind}, {"type": "null"}]}
             assert typed_arguments(ToolCall("f", {"b": "1"}, has_texts=True), described) == {"b": value}
+            assert typed_arguments(ToolCall("f", {"b": "null"}, has_texts=True), described) == {"b": None}
+    for kind, text, value in (("array", '["a"]', ["a"]), ("object", "{}", {}), ("array", "{}", "{}"), (None, "x", "x")):
+        properties["b"] = {"anyOf": [{"type": "string"}, {"type": kind}]}
+        assert typed_arguments(ToolCall("f", {"b": text}, has_texts=True), described) == {"b": value}
 
 
 def test_a_turn_that_repeats_one_token_is_read_at_once() -> None:
