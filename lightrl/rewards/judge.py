@@ -164,9 +164,9 @@ class Judge:
             score, largest = float(last[1] or "nan"), self._settings.max_score
         except ValueError:
             return False
-        # 1 may be half of 10, and 0 of 1 that of 0.9. But 7 of 10 is whole: a prompt may ask for a single token.
+        # 1 may be half of 10, and 0 of 1 that of 0.9. But 7 of 10 is whole, and so is a reply that may have one token.
         may_go_on = 0 < 10 * score <= largest or (score == 0 and largest <= 1)
-        return last.end(1) == len(reply) and may_go_on
+        return last.end(1) == len(reply) and may_go_on and self._settings.max_tokens > 1
 
     def _without_key(self, text: str) -> str:
         """Removes the API key from a text, in each form in which a server may echo it."""

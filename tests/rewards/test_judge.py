@@ -160,6 +160,8 @@ def test_half_a_score_is_no_verdict_of_a_prompt_of_ones_own(
     server.answer = lambda number, body: (200, {}, cut)
     (found,) = judged(server, "a", prompt="{response}", score_pattern=r"^([\d.]+)", max_score=max_score)
     assert "was cut off" in str(found) if score is None else found == score
+    short = judged(server, "a", prompt="{response}", score_pattern=r"^([\d.]+)", max_score=max_score, max_tokens=1)
+    assert short == [float(text.split()[0]) / max_score]  # a prompt that asks for 0 or 1, for example
 
 
 def test_thoughts_hold_no_verdict(server: Server) -> None:
