@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 _START_S = 60.0  # limit for the server to start and to list its tools, on a busy machine
 _STOP_S = 5.0
-_MOST_TOOLS = 1000  # a server that repeats its first page would list tools forever
+_MOST_PAGES = 1000  # a server that repeats its first page would list tools forever
 _PING_S = 5.0  # a server that is busy for longer still runs; one that has ended shows it at once
 
 
@@ -91,12 +91,12 @@ class McpServer:
         """Returns the descriptions of all tools, which the server may give page by page."""
         page = await session.list_tools()
         tools = list(page.tools)
-        while cursor := _either(page, "next_cursor", "nextCursor"):
-            if len(tools) > _MOST_TOOLS or not page.tools:
-                raise ValueError(f"its list of tools does not end; it has given {len(tools)}")
+        for _ in range(_MOST_PAGES):
+            if not (cursor := _either(page, "next_cursor", "nextCursor")):
+                return tools
             page = await session.list_tools(params=self._library.types.PaginatedRequestParams(cursor=cursor))
-            tools += page.tools
-        return tools
+            tools += page.tools  # none on a page whose tools the server keeps from this client, for example
+        raise ValueError(f"its list of tools does not end; it has given {len(tools)}")
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         """Returns the text of a tool's result; raises McpToolError if the server reports an error."""

@@ -77,7 +77,7 @@ for line in sys.stdin:
     answer = {"protocolVersion": "2025-06-18", "capabilities": {"tools": {}}, "serverInfo": {"name": "", "version": ""}}
     if asked["method"] == "tools/list":
         page = int((asked.get("params") or {}).get("cursor") or 0)
-        answer = {"tools": [{"name": f"tool{page}", "inputSchema": {"type": "object"}}]}
+        answer = {"tools": [{"name": f"tool{page}", "inputSchema": {"type": "object"}}] if page else []}
         answer |= {"nextCursor": str(page + 1)} if page != LAST else {}
     print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": answer}), flush=True)
 """
@@ -88,8 +88,8 @@ def test_every_page_of_tools_is_read_and_an_endless_list_is_refused(tmp_path: Pa
 
     for last in (2, -1):
         (tmp_path / f"server{last}.py").write_text(PAGED.replace("LAST", str(last)))
-    assert [tool.name for tool in mcp_tools(f"{sys.executable} {tmp_path}/server2.py")] == ["tool0", "tool1", "tool2"]
-    with pytest.raises(ValueError, match="its list of tools does not end; it has given 1001"):
+    assert [tool.name for tool in mcp_tools(f"{sys.executable} {tmp_path}/server2.py")] == ["tool1", "tool2"]
+    with pytest.raises(ValueError, match="its list of tools does not end; it has given 1000"):
         mcp_tools(f"{sys.executable} {tmp_path}/server-1.py")
 
 
