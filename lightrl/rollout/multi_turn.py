@@ -44,7 +44,7 @@ class MultiTurnWorkflow(Workflow):
             raise ValueError(f"{', '.join(sorted(arguments))}: arguments of a user, and there is no user=... .")
         self._user = load_object(user, builtin={}, what="user", example="MyUser") if user else None
         if inspect.isclass(self._user):
-            check_arguments(f"user {user!r}", inspect.signature(self._user), arguments)
+            check_arguments(f"user {user!r}", self._user, arguments)
         elif user and arguments:
             raise ValueError(
                 f"{', '.join(sorted(arguments))}: the user {user!r} takes no arguments, as it is no class."

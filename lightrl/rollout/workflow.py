@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from lightrl.config import WorkflowConfig, declared_type, fits, named_values
@@ -73,7 +73,7 @@ class EnvironmentWorkflow(Workflow):
     def __init__(self, *, environment: str, **arguments: Any) -> None:
         """Takes openenv or package.module:Class; the other arguments go to the constructor of the environment."""
         self._make = load_object(environment, builtin=BUILTIN_ENVIRONMENTS, what="environment", example="MyEnvironment")
-        check_arguments(f"environment {environment!r}", inspect.signature(self._make), arguments)
+        check_arguments(f"environment {environment!r}", self._make, arguments)
         self._arguments = arguments
         trial = self._new_environment()  # a wrong argument shows here, before anything expensive
         try:
@@ -187,12 +187,16 @@ def load_workflow(config: WorkflowConfig) -> Workflow:
             f"arun_episode of the workflow {config.workflow!r} is not async: write `async def arun_episode`."
         )
     arguments = named_values(config.workflow_args, "rollout.workflow_args")
-    check_arguments(f"workflow {config.workflow!r}", inspect.signature(found), arguments)
+    check_arguments(f"workflow {config.workflow!r}", found, arguments)
     return found(**arguments)
 
 
-def check_arguments(what: str, signature: inspect.Signature, arguments: Mapping[str, Any]) -> None:
+def check_arguments(what: str, made: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
     """Raises ValueError if --rollout.workflow_args do not fit the parameters of what they are for."""
+    try:
+        signature = inspect.signature(made)
+    except ValueError:  # classes of compiled modules may have none
+        return
     try:
         signature.bind(**arguments)
     except TypeError as error:

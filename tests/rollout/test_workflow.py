@@ -36,6 +36,12 @@ class Count:
         return "+", 0.25, self.length == 0
 
 
+class Compiled(dict):  # type: ignore[type-arg]
+    """Has a constructor whose parameters Python does not know, as classes of compiled modules have."""
+
+    reset, step = Count.reset, Count.step
+
+
 class NoEnvironment:
     """Has neither reset nor step."""
 
@@ -231,6 +237,11 @@ def test_what_is_no_workflow_is_refused(options: dict[str, Any], text: str) -> N
 
 def test_arguments_of_a_workflow_fit_its_declarations() -> None:
     assert load(workflow=f"{HERE}Bonus", workflow_args=("bonus=2", "other=much")).__dict__ == {"bonus": 2}
+
+
+def test_arguments_of_a_constructor_without_a_signature_are_its_own() -> None:
+    arguments = (f"environment={HERE}Compiled", "length=1")
+    assert load(workflow="environment", workflow_args=arguments)._new_environment() == {"length": 1}  # type: ignore[attr-defined]
 
 
 def test_arguments_without_a_workflow_are_refused() -> None:
