@@ -35,10 +35,8 @@ def media_folder(where: str) -> Path:
 def image_size(path: str) -> tuple[int, int]:
     """Returns the height and the width of an image; reads only the file's header, except of TIFF files."""
     with _opened(path, "image") as image:
-        if (
-            image.format == "TIFF"
-        ):  # versions of Pillow differ in whether they swap the size before they read the pixels
-            image.load()
+        if image.format == "TIFF":
+            image.load()  # versions of Pillow differ in whether they swap the size before they read the pixels
         width, height = image.size
         is_transposed = _header_exif(image).get(_ORIENTATION_TAG) in _TRANSPOSED
     return (width, height) if is_transposed else (height, width)

@@ -40,7 +40,7 @@ class Evaluator(Trainer):
         if not config.eval_data and not held_out_of(config.train_data):
             raise ValueError(
                 f"There are no prompts to evaluate on: {config.train_data} is training data. Give --eval_data, "
-                "which may name these too."
+                "which may name it, too."
             )
         self.rewards = RewardSet.from_config(config, reward)
         super().__init__(run, strategy=strategy)
