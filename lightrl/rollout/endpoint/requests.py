@@ -123,7 +123,7 @@ def without_temperature(wish: Wish) -> Wish:
 
 def _wish(settings: Mapping[str, Any], limit: str) -> Wish:
     stop = _given(settings, "stop", [])
-    stops = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else (None,)
+    stops = ((stop,) if stop else ()) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else (None,)
     if len(stops) > _MAX_STOPS or not all(isinstance(text, str) and text for text in stops):
         raise _wrong("stop", stop, f"a text or a list of up to {_MAX_STOPS} texts, none of them empty")
     ids = _given(settings, "stop_token_ids", [])
@@ -157,11 +157,11 @@ def _whole(body: Mapping[str, Any], name: str, default: int | None, *, low: int,
 
 
 def flag(body: Mapping[str, Any], name: str) -> bool:
-    """Returns a setting that is true or false; a text such as "false" would count as true and is refused."""
+    """Returns a setting that is true or false, or 1 or 0; a text such as "false" would count as true and is refused."""
     value = _given(body, name, False)
-    if not isinstance(value, bool):
+    if value not in (True, False):
         raise _wrong(name, value, "true or false")
-    return value
+    return bool(value)
 
 
 def _given(body: Mapping[str, Any], name: str, default: Any) -> Any:

@@ -25,6 +25,12 @@ def test_settings_that_change_the_distribution_are_named() -> None:
 def test_the_newer_name_of_the_limit_wins_and_none_means_left_out() -> None:
     *_, wish = chat_wish({"messages": MESSAGES, "max_tokens": 5, "max_completion_tokens": 3, "stop": "x", "n": None})
     assert (wish.max_new_tokens, wish.stop, wish.num_choices) == (3, ("x",), 1)
+    nulls = dict.fromkeys(
+        ("stream", "stream_options", "logprobs", "top_logprobs", "tools", "tool_choice", "temperature")
+    )
+    for given in ({**nulls, "stop": None}, {"stop": "", "logprobs": 1, "stream": 0, "stream_options": {}, "tools": []}):
+        *_, wish = chat_wish({"messages": MESSAGES, **given})
+        assert (wish.stop, wish.temperature) == ((), None)
     ids, wish = token_wish({"token_ids": [1], "sampling_params": {"stop_token_ids": [2], "max_tokens": 4}})
     assert (ids, wish.stop_token_ids, wish.max_new_tokens) == ([1], (2,), 4)
 
