@@ -21,7 +21,7 @@ from lightrl.engines.native.cache import LayerStorage, RowCache
 from lightrl.engines.native.engine import NativeEngine, build_native_engine
 from lightrl.engines.native.forward import FusedForward, ModelRunner, SampleState
 from lightrl.engines.native.own_cache import OwnCacheForward
-from lightrl.engines.native.products import PackedLinear, PackedWeight
+from lightrl.engines.native.products import PackedLinear
 from lightrl.engines.native.row_adapters import NO_ADAPTER, ChosenAdapters, MixedRows, Rows, adapted, rows_of
 from lightrl.engines.native.sampler import SamplingPlan
 from lightrl.engines.native.scheduler import Admission, Request
@@ -38,18 +38,12 @@ class AdaptedLinear(PackedLinear):
     parts of one adapter are adjacent, so that a forward with one adapter reads no other.
     """
 
-    def __init__(
-        self, layers: list[nn.Linear], packed: PackedWeight | None = None, *, chosen: ChosenAdapters | None = None
-    ) -> None:
-        super().__init__(layers, packed)
+    def __init__(self, layers: list[nn.Linear], *, chosen: ChosenAdapters | None = None) -> None:
+        super().__init__(layers)
         self._chosen = chosen or ChosenAdapters()
         self._down = self._up = torch.empty(0)
         self._widths: tuple[int, ...] = ()  # rank of each adapter, summed over the layers
         self._alone: dict[int, tuple[Tensor, Tensor]] = {}  # the parts of each adapter
-
-    def packed_as(self, packed: PackedWeight) -> AdaptedLinear:
-        """Returns the same layers with this packed weight; use only the result from then on."""
-        return AdaptedLinear(self._layers, packed, chosen=self._chosen)
 
     def __call__(self, inputs: Tensor) -> Tensor:
         outputs, rows = super().__call__(inputs), self._chosen.rows

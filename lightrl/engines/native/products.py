@@ -154,8 +154,9 @@ class PackedLinear(FusedLinear):
             super().add_to(hidden, inputs)
 
     def packed_as(self, packed: PackedWeight) -> PackedLinear:
-        """Returns the same layers with this packed weight; use only the result from then on."""
-        return type(self)(self._layers, packed)
+        """Uses this packed weight from now on; the parameters stay where they are, since a trainer may share them."""
+        self._packed = packed
+        return self
 
     def refresh(self) -> None:
         """Drops the packed weight; call it after the parameters changed."""

@@ -44,10 +44,10 @@ PROMPTS = [[5, 6, 7, 8], [9, 10], [3, 4] * 20]
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")  # without norms, with biases, with norms, with a window
 
 
-def shaped_model(dim, heads, kv_heads, hidden=32, inner=48):
+def shaped_model(dim, heads, kv_heads, hidden=32, inner=48, vocab_size=61):
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=61,
+        vocab_size=vocab_size,
         hidden_size=hidden,
         intermediate_size=inner,
         num_hidden_layers=2,
@@ -294,6 +294,23 @@ def test_they_go_with_weights_of_the_trainer(tiny_model):
     engine.load_weights([(name, item.detach()) for name, item in source.named_parameters()], 1)
     got = engine.generate(PROMPTS, params)
     assert [item.output_token_ids for item in got] == [item.output_token_ids for item in expected]
+    assert engine._runner.uses_fused_forward
+
+
+def test_large_weights_of_the_trainer_stay_where_the_engine_reads_them():
+    large = {"hidden": 64, "vocab_size": 1 << 12}  # a head of 2**18
+    source = shaped_model(16, 4, 2, **large)
+    params = [SamplingParams(max_new_tokens=8, temperature=0, ignore_eos=True)] * 5
+    engine, prompts = build(source, share_weights=True), [*PROMPTS, [11], [12, 13]]
+    for version in (1, 2):
+        engine.load_weights([(name, item.detach()) for name, item in source.named_parameters()], version)
+        alone = shaped_model(16, 4, 2, **large)
+        alone.load_state_dict(source.state_dict())
+        expected = NativeEngine(alone, **SETTINGS).generate(prompts, params)
+        got = engine.generate(prompts, params)
+        assert [item.output_token_ids for item in got] == [item.output_token_ids for item in expected]
+        with torch.no_grad():
+            source.model.layers[0].mlp.up_proj.weight.mul_(-1)
     assert engine._runner.uses_fused_forward
 
 
