@@ -119,8 +119,8 @@ def make_tiles(weight: Tensor) -> Callable[[], PackedWeight] | None:
     """Returns the constructor of packed weights for a model with this head; None if they would not be faster."""
     if weight.dtype not in _KINDS or weight.device.type != "cpu" or not torch.cpu._is_amx_tile_supported():
         return None
-    if weight.dtype == torch.float32 and not is_worth_packing(weight):
-        return None
+    if weight.shape[1] % _DEPTH or (weight.dtype == torch.float32 and not is_worth_packing(weight)):
+        return None  # oneDNN's order of the weights, which tiles replace, takes any number of inputs
     source, kind = _KINDS[weight.dtype]
     library = compiled(_FOLDER / source, {"MOST_ROWS": _MOST_ROWS})
     return partial(kind, library) if library.can_multiply() else None

@@ -123,6 +123,11 @@ def test_float32_weights_of_a_small_model_have_no_tiles():
     assert make_tiles(torch.empty(98, 128)) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hidden_states_of_no_whole_tiles_are_left_to_the_packed_products_of_torch(dtype):
+    assert make_tiles(torch.empty(4096, 432, dtype=dtype)) is None
+
+
 def linears(*num_outputs, num_inputs=64, bias=True):
     torch.manual_seed(0)
     return [nn.Linear(num_inputs, outputs, bias=bias, dtype=torch.bfloat16) for outputs in num_outputs]
