@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lightrl.engines.weights import fingerprint as module
+from lightrl.engines.weights import row_sums
 from lightrl.engines.weights.fingerprint import Span, Sums, fingerprint, span_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int8]
@@ -30,9 +31,17 @@ def share_of(tensor: torch.Tensor, span: Span | None = None) -> int:
     return int(sums.totals())
 
 
-@pytest.fixture(params=["integers", "float64"], autouse=True, name="_product")
+@pytest.fixture(params=["compiled", "integers", "float64"], autouse=True, name="_product")
 def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs every test with the product of integers, where there is one, and with the one of other devices."""
+    """Runs every test with compiled sums and the product of integers, where there are, and the one of other devices."""
+    monkeypatch.setattr(row_sums, "_library", None)  # an earlier test may have compiled it for the process
+    if request.param == "compiled":
+        try:
+            row_sums.compile_row_sums()
+        except RuntimeError as error:
+            pytest.skip(str(error))
+        if row_sums._library is None:
+            pytest.skip("needs a processor with AVX-512 VNNI")
     if request.param == "float64":
         monkeypatch.setattr(module, "_has_exact_product", lambda: False)
 
