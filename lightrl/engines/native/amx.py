@@ -89,7 +89,7 @@ class TileWeight(PackedWeight):
 class SplitWeight(TileWeight):
     """A float32 weight, read where it lies; each number is split into three bfloat16 numbers on the way.
 
-    Small projections lie as [in, out] and are left to MKL, which is as fast.
+    Small projections lie as [in, out], unless a trainer shares them, and are left to MKL, which is as fast.
     """
 
     num_parts = 3

@@ -19,7 +19,8 @@
 
 INLINE __m512 widened(__m256i upper) { return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(upper), 16); }
 
-/* Writes the parts of 32 numbers: what is left, rounded to bfloat16. The last one is exact. */
+/* Writes the parts of 32 numbers: what is left, rounded to bfloat16. The last one is exact, unless it is below 2^-126,
+   which counts as 0. Infinity, and the 0.2 % below it that bfloat16 lacks, give NaN. */
 INLINE void split(const float *from, __m512i *parts) {
     __m512 first = _mm512_loadu_ps(from), second = _mm512_loadu_ps(from + 16);
     for (int part = 0; part < PARTS; part++) {
