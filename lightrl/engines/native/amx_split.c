@@ -167,6 +167,7 @@ void product(long rows, long depth, long outputs, const float *x, const float *w
                             _mm512_store_si512(
                                 parts + step * PAIR + (i / 16 * PARTS + part) * TILE + i % 16 * 32, split_up[part]);
                     }
+                SETTLE;
                 const float *next = start + length < depth ? from + 32 * length
                                     : output + 64 <= outputs ? weight + (output + 32) * inputs
                                                              : NULL;

@@ -13,6 +13,7 @@
 #define REQUEST_PERMISSION 0x1023 /* ARCH_REQ_XCOMP_PERM of Linux */
 #define TILE_REGISTERS 18         /* XFEATURE_XTILEDATA */
 #define TILE 512                  /* numbers of a tile */
+#define SETTLE __asm__ volatile("" ::: "memory") /* stores come before later loads of tiles, which gcc does not see */
 
 /* Asks for the registers, which Linux keeps from a process that does not; returns whether it may use them. */
 int can_multiply(void) { return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_REGISTERS) == 0; }
@@ -30,6 +31,7 @@ INLINE void configure(void) {
         shapes.num_rows[i] = 16;
     }
     _tile_loadconfig(&shapes);
+    SETTLE;
 }
 
 #else
