@@ -213,14 +213,7 @@ class EngineClient:
         """
         if not self.tokenizer.chat_template:
             return self.encode("".join(message["content"] for message in messages))
-        marked = [{"role": "user", "content": ""}, {"role": "assistant", "content": _MARK}, *map(dict, messages)]
-        rendered = render(self.tokenizer, marked, add_generation_prompt=True)
-        _, mark, behind = rendered.partition(_MARK)
-        if not mark:
-            raise ValueError(
-                "The tokenizer's chat template leaves an answer out when a message follows it, so that a conversation "
-                "cannot go on. Use a template that keeps it."
-            )
+        behind = text_behind_answer(self.tokenizer, messages)
         ending = self.tokenizer.decode(after.token_ids[-1:], skip_special_tokens=False) if after.token_ids else ""
         if after.finish_reason == "stop" and ending and behind.startswith(ending):
             behind = behind[len(ending) :]
@@ -241,3 +234,19 @@ def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, tools: S
     return render(
         tokenizer, [dict(item) for item in messages], [dict(tool) for tool in tools], add_generation_prompt=True
     )
+
+
+def text_behind_answer(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
+    """Returns what the chat template writes behind an answer: its end, these messages and the next answer's beginning.
+
+    Raises whatever the template raises.
+    """
+    marked = [{"role": "user", "content": ""}, {"role": "assistant", "content": _MARK}, *map(dict, messages)]
+    rendered = render(tokenizer, marked, add_generation_prompt=True)
+    _, mark, behind = rendered.partition(_MARK)
+    if not mark:
+        raise ValueError(
+            "The tokenizer's chat template leaves an answer out when a message follows it, so that a conversation "
+            "cannot go on. Use a template that keeps it."
+        )
+    return behind

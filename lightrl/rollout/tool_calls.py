@@ -69,6 +69,15 @@ class ToolBox:
         """Descriptions of the tools for the chat template, which shows them to the policy."""
         return [tool.schema for tool in self._tools.values()]
 
+    def message(self, call: ToolCall, answer: ToolAnswer, number: int) -> dict[str, str]:
+        """Returns the message that answers a call, the conversation's call with this number.
+
+        Templates such as those of Mistral and Hermes demand an id or a name. Nine letters and digits are an id that
+        all of them take.
+        """
+        name = call.name if call.name in self._tools else "tool"  # else a policy could write anything into its prompt
+        return {"role": "tool", "tool_call_id": call.id or f"{number:09}", "name": name, "content": answer.text}
+
     async def answer(self, call: ToolCall) -> ToolAnswer:
         """Makes a call; an error or a time-out becomes its answer.
 

@@ -27,6 +27,7 @@ class ToolCall(NamedTuple):
     arguments: dict[str, Any]
     problem: str = ""  # why the call cannot be made, which is then its answer
     has_texts: bool = False  # whether the arguments are texts, to which the tool's description gives types
+    id: str = ""  # by which the answer refers to the call, if the notation has the policy write one
 
 
 def hermes_calls(text: str) -> list[ToolCall]:

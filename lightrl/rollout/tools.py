@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightrl.config import nearest_name
 from lightrl.imports import load_object
 from lightrl.records import Prompt
-from lightrl.rollout.client import EngineClient, chat_text
+from lightrl.rollout.client import EngineClient, chat_text, text_behind_answer
 from lightrl.rollout.episode import Episode
-from lightrl.rollout.tool_calls import ToolBox, load_tool
+from lightrl.rollout.tool_calls import ToolAnswer, ToolBox, load_tool
 from lightrl.rollout.tool_parsers import PARSERS, ToolCall
 from lightrl.rollout.workflow import Workflow
 
@@ -51,7 +51,7 @@ class ToolWorkflow(Workflow):
         self._box = ToolBox(made, timeout_s=timeout_s, max_result_chars=max_result_chars)
 
     def check(self, tokenizer: Any) -> None:
-        """Raises ValueError if there is no chat template, and warns if it does not mention the tools."""
+        """Raises ValueError unless a chat template renders answers to calls, and warns if it leaves the tools out."""
         messages = [{"role": "user", "content": "Hello"}]
         if chat_text(tokenizer, messages, tools=self._box.schemas) == chat_text(tokenizer, messages, tools=()):
             logger.warning(
@@ -59,6 +59,8 @@ class ToolWorkflow(Workflow):
                 "template takes `tools`, or describe them in the prompts.",
                 ", ".join(schema["function"]["name"] for schema in self._box.schemas),
             )
+        call = ToolCall(self._box.schemas[0]["function"]["name"], {})
+        _require_answer(tokenizer, self._box.message(call, ToolAnswer(text=_RESULT), 0))
 
     async def arun_episode(self, engine: EngineClient, data: Prompt) -> Episode:
         """Alternates turns and the results of their calls until a turn calls nothing, or a limit ends the episode."""
@@ -82,9 +84,25 @@ class ToolWorkflow(Workflow):
     async def _answers(self, calls: Sequence[ToolCall], episode: Episode) -> list[dict[str, str]]:
         """Runs the calls of a turn concurrently; returns the messages that answer them, in order."""
         answers = await asyncio.gather(*map(self._box.answer, calls))
+        first = int(episode.numbers.get("tool_calls", 0))
         episode.count("tool_calls", len(answers))
         episode.count("tool_errors", sum(answer.is_error for answer in answers))
-        return [{"role": "tool", "content": answer.text} for answer in answers]
+        answered = zip(calls, answers, strict=True)
+        return [self._box.message(call, answer, number) for number, (call, answer) in enumerate(answered, start=first)]
 
 
+def _require_answer(tokenizer: Any, message: Mapping[str, str]) -> None:
+    """Raises ValueError if the chat template refuses the answer to a call, as every episode would find out."""
+    remedy = (
+        "Use a model whose template takes messages of the role tool, or give a template by --data.chat_template_file."
+    )
+    try:
+        behind = text_behind_answer(tokenizer, [message])
+    except Exception as error:  # a template may raise anything
+        raise ValueError(f'The chat template refuses the answer to a tool call: "{error}". {remedy}') from error
+    if message["content"] not in behind:
+        raise ValueError(f"The chat template leaves out the answer to a tool call. {remedy}")
+
+
+_RESULT = "lightrl-marks-a-result"
 _MCP = "lightrl.rollout.mcp_tools:mcp_tools"

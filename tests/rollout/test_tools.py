@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from typing import Any
 
 import pytest
+from jinja2.exceptions import TemplateError
 from test_client import ChatTokenizer, client
 
 from lightrl.engines.base import Completion, EnginePrompt, SamplingParams
@@ -21,6 +23,35 @@ TEMPLATE = (
     "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}{% for m in messages %}<{{ m.role }}>"
     "{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+
+
+MISTRAL = (  # as of v3: it demands the ids of calls
+    "{% for m in messages %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]{% elif m.role == 'tool' %}"
+    "{% if m.tool_call_id is not defined or m.tool_call_id | length != 9 %}"
+    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}"
+    '[TOOL_RESULTS]{"content": {{ m.content }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]'
+    "{% else %}{{ m.content }}<eos>{% endif %}{% endfor %}"
+)
+HERMES = (  # it demands the names of the tools
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'tool' %}{% if m.name is not defined %}"
+    "{{ raise_exception(\"Tool response dicts require a 'name' key\") }}{% endif %}{{ m.name }}: {% endif %}"
+    "{{ m.content }}<eos>{% endfor %}<assistant>"
+)
+GEMMA = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
+)
+
+
+class RaisingTokenizer(ChatTokenizer):
+    """Gives its template the function by which those of models refuse a conversation."""
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **settings: Any) -> str:
+        def refuse(message: str) -> None:
+            raise TemplateError(message)
+
+        return super().apply_chat_template(messages, raise_exception=refuse, **settings)
 
 
 def times(a: int, b: int) -> int:
@@ -89,9 +120,11 @@ class Script:
         )
 
 
-def play(*turns: str, tools: Any = (HERE + "times", HERE + "slow"), **settings: Any) -> tuple[str, Episode]:
+def play(
+    *turns: str, tools: Any = (HERE + "times", HERE + "slow"), template: str = TEMPLATE, **settings: Any
+) -> tuple[str, Episode]:
     engine = client(Script(*turns), max_tokens=10_000, max_new_tokens=100)  # type: ignore[arg-type]
-    engine.tokenizer = ChatTokenizer(TEMPLATE)
+    engine.tokenizer = RaisingTokenizer(template)
     episode = asyncio.run(ToolWorkflow(tools=tools, **settings).arun_episode(engine, PROMPT))
     text = "".join("<eos>" if token == 1 else chr(token) for token in episode.ids)
     return text, episode
@@ -138,6 +171,27 @@ def test_a_bad_call_is_answered_by_its_error(said: str, answer: str) -> None:
     text, episode = play(said, "42")
     assert answer in text.partition("<tool>")[2]
     assert episode.numbers == {"tool_calls": 1, "tool_errors": 1}
+
+
+def test_an_answer_has_the_id_and_the_name_that_templates_demand() -> None:
+    """Without them the templates of Mistral and Hermes fail every episode at its first call."""
+    twice = call("times", '{"a": 2, "b": 2}') + call("divide", "{}")
+    text, _ = play(twice, call("times", '{"a": 6, "b": 7}'), "42", template=MISTRAL)
+    ids = ["000000000", "000000001", "000000002"]
+    assert re.findall('"call_id": "(.*?)"', text) == ids
+    assert f'[TOOL_RESULTS]{{"content": 42, "call_id": "{ids[2]}"}}[/TOOL_RESULTS]42<eos>' in text
+    text, _ = play(twice, "4", template=HERMES)
+    assert "<tool>times: 4<eos><tool>tool: error: there is no tool 'divide'" in text  # no name that the policy made up
+
+
+def test_a_template_that_refuses_the_answers_of_tools_is_refused_before_the_run() -> None:
+    workflow = ToolWorkflow(tools=HERE + "times")
+    for taken in (TEMPLATE, MISTRAL, HERMES):
+        workflow.check(RaisingTokenizer(taken))
+    with pytest.raises(ValueError, match=r'"Conversation roles must alternate .*"\. Use .*chat_template_file'):
+        workflow.check(RaisingTokenizer(GEMMA))
+    with pytest.raises(ValueError, match="leaves out the answer to a tool call"):
+        workflow.check(RaisingTokenizer("{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"))
 
 
 def test_a_tool_that_is_late_is_answered_for() -> None:

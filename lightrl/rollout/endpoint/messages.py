@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,19 @@ def checked_messages(value: Any) -> list[dict[str, Any]]:
     """Returns the messages with their content as text; raises RequestError for anything that a chat cannot contain."""
     if not isinstance(value, list) or not value:
         raise RequestError("'messages' must be a list of at least one message.", param="messages")
-    return [_checked(message, f"messages[{index}]") for index, message in enumerate(value)]
+    messages = [_checked(message, f"messages[{index}]") for index, message in enumerate(value)]
+    _name_answers(messages)
+    return messages
+
+
+def _name_answers(messages: Sequence[dict[str, Any]]) -> None:
+    """Gives answers of tools the names of the tools, which some templates demand and OpenAI's protocol leaves out."""
+    names: dict[str, str] = {}
+    for message in messages:
+        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}
+        answered = str(message.get("tool_call_id"))
+        if message["role"] == "tool" and answered in names:
+            message.setdefault("name", names[answered])
 
 
 def _checked(message: Any, where: str) -> dict[str, Any]:
@@ -91,7 +104,7 @@ def answer_message(text: str, *, call_ids: str, tools: Sequence[Any]) -> dict[st
 
     Args:
         text: What the policy said.
-        call_ids: Prefix of the ids of its tool calls.
+        call_ids: A text that no other answer has, from which the ids of its tool calls are made.
         tools: Those of the request; without tools a call is just text.
     """
     found, rest = split_hermes(text) if tools else ([], text)
@@ -100,10 +113,16 @@ def answer_message(text: str, *, call_ids: str, tools: Sequence[Any]) -> dict[st
         return {"role": "assistant", "content": text}
     content = rest.strip()
     listed = [
-        {"id": f"{call_ids}{index}", "type": "function", "function": _function(call, tools)}
+        {"id": _call_id(call_ids, index), "type": "function", "function": _function(call, tools)}
         for index, call in enumerate(calls)
     ]
     return {"role": "assistant", "content": content or None, "tool_calls": listed}
+
+
+def _call_id(call_ids: str, index: int) -> str:
+    """Returns an id of nine letters and digits, as all chat templates take it; those of Mistral take no other."""
+    digest = hashlib.blake2b(f"{call_ids} {index}".encode(), digest_size=10).digest()
+    return base64.b32encode(digest).decode()[:9]
 
 
 def _function(call: ToolCall, tools: Sequence[Any]) -> dict[str, str]:

@@ -65,8 +65,8 @@ class Session:
         self._context = copy_context()  # of the episode, with its journal; requests run in another context
         self._wait_s = wait_s
         # A visitor has a session for each request, and the ids of its tool calls must differ all the same.
-        self._call_ids = "call" if task is not None else f"call_{secrets.token_hex(6)}"
-        self._num_replies = 0
+        self._call_ids = "" if task is not None else secrets.token_hex(6)
+        self._num_answers: Counter[tuple[tuple[int, ...], str]] = Counter()
         self._num_asked: Counter[tuple[tuple[int, ...], str]] = Counter()
         self._running: set[asyncio.Task[Any]] = set()
 
@@ -102,9 +102,7 @@ class Session:
         for turn in turns:
             call = self._record(prompt_ids, turn, parent, wish)
             text = cut_before_stop(turn.text, wish.stop)
-            self._num_replies += 1
-            ids = f"{self._call_ids}_{self._num_replies}_"
-            message = answer_message(text, call_ids=ids, tools=tools)
+            message = answer_message(text, call_ids=self._next_ids(prompt_ids, wish.adapter), tools=tools)
             resent = checked_messages([message])  # as the client will send it with its next request
             if wish.adapter == POLICY:
                 self.conversations.remember(call, histories([*messages, *resent], tools)[-1])
@@ -224,6 +222,11 @@ class Session:
         if answer.cancelled():  # by the driver, whose episodes are all over; this task itself was not cancelled
             raise asleep(self._wait_s)
         return answer.result()
+
+    def _next_ids(self, prompt_ids: tuple[int, ...], adapter: str) -> str:
+        """Returns a text of its own for each answer. A template may render ids made of it, so no time decides them."""
+        self._num_answers[prompt_ids, adapter] += 1
+        return f"{self._call_ids} {adapter} {self._num_answers[prompt_ids, adapter]} {prompt_ids}"
 
     def _number(self, prompt_ids: tuple[int, ...], adapter: str) -> int:
         """Numbers a draw by its prompt and by how often that was requested, whatever the order of arrival."""

@@ -43,7 +43,7 @@ def test_the_same_history_has_the_same_name_however_it_is_written() -> None:
     said = answer_message(' x <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', call_ids="c", tools=[TOOL])
     assert said["content"] == "x"
     call = said["tool_calls"][0]
-    assert call == {"id": "c0", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    assert call == {"id": "L5KKUC6SA", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     spaced = {**said, "content": [{"type": "text", "text": "x"}], "refusal": None}
     spaced["tool_calls"] = [{**call, "function": {"name": "f", "arguments": '{ "a":1 }'}}]
     assert names(said) == names(spaced)
@@ -51,6 +51,18 @@ def test_the_same_history_has_the_same_name_however_it_is_written() -> None:
     assert names(said)[0] != names(renamed)[0]
     assert names(said)[1] == names(renamed)[1]
     assert names({**said, "content": "y"})[1] != names(said)[1]
+
+
+def test_an_answer_has_the_name_of_the_tool_for_templates_that_demand_it() -> None:
+    call = {"id": "abc", "function": {"name": "f"}}
+    answers: list[dict[str, Any]] = [
+        {"role": "tool", "tool_call_id": "abc", "content": "7"},
+        {"role": "tool", "tool_call_id": "abc", "content": "7", "name": "own"},
+        {"role": "tool", "tool_call_id": "other", "content": "7"},
+        {"role": "tool", "tool_call_id": ["abc"], "content": "7"},
+    ]
+    found = checked_messages([{"role": "assistant", "tool_calls": [call]}, *answers])
+    assert [message.get("name") for message in found] == [None, "f", "own", None, None]
 
 
 @pytest.mark.parametrize(

@@ -147,5 +147,25 @@ def test_tool_calls_outside_the_policys_conversation_have_ids_of_their_own(who: 
                 ids += [call["id"] for call in reply.message.get("tool_calls", ())]
         assert len(ids) > 2
         assert len(set(ids)) == len(ids)
+        assert all(len(one) == 9 and one.isalnum() for one in ids)  # as Mistral's templates demand
 
     asyncio.run(run())
+
+
+def test_the_ids_of_tool_calls_do_not_depend_on_the_order_of_the_requests() -> None:
+    """A template that renders ids would otherwise give an agent with parallel requests other tokens in each run."""
+
+    async def run(texts: list[str]) -> dict[str, list[str]]:
+        chat, _ = session_callers(session()[0], TOKENIZER)
+        ids: dict[str, list[str]] = {}
+        for text in texts:
+            answer = await chat({"messages": [{"role": "user", "content": text}], "tools": TOOLS, "n": 2})
+            calls = [call for choice in answer["choices"] for call in choice["message"].get("tool_calls", ())]
+            ids[text] = [call["id"] for call in calls]
+        return ids
+
+    texts = list(map(str, range(30)))
+    found = asyncio.run(run(texts))
+    assert found == asyncio.run(run(texts[::-1]))
+    together = [one for each in found.values() for one in each]
+    assert len(set(together)) == len(together) > 2
