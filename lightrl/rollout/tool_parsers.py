@@ -17,6 +17,7 @@ _LITERALS = {"True": True, "False": False, "None": None}  # as some policies wri
 _PYTHON = re.compile(r"```(?:python|py)[ \t]*\n(.*?)```", re.DOTALL)
 _OPENING = re.compile(r'\{\s*["}]|\[')  # nothing else begins JSON, and every failure to read it searches for its line
 _DECODER = json.JSONDecoder()
+_MAX_COUNTED = 4096  # characters before an opening; an error counts their lines, of all the text for each opening
 _MAX_SHOWN = 200  # characters of a bad call that are quoted in its answer
 
 
@@ -164,6 +165,8 @@ def _json_objects(text: str) -> Iterator[dict[str, Any]]:
     """Returns the outermost JSON objects of a text, including those in outermost lists."""
     index = 0
     while (index := _next_opening(text, index)) < len(text):
+        if index > _MAX_COUNTED:
+            text, index = text[index:], 0
         try:
             found, index = _DECODER.raw_decode(text, index)
         except RecursionError:  # a turn that only opens brackets; a search from each would take seconds

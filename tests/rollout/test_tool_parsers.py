@@ -92,6 +92,9 @@ def test_a_turn_that_repeats_one_token_is_read_at_once() -> None:
     began = time.monotonic()
     assert json_calls("{" * 100_000 + WRITTEN) == [ToolCall("add", ADD)]
     assert time.monotonic() - began < 1
+    cpu_began = time.process_time()
+    assert json_calls("[not JSON]" * 100_000 + WRITTEN) == [ToolCall("add", ADD)]  # each error counts lines
+    assert time.process_time() - cpu_began < 2
 
 
 def test_json() -> None:
