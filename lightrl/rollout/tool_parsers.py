@@ -7,12 +7,21 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-_HERMES_BEGIN, _HERMES_END = "<tool_call>", "</tool_call>"
-_HERMES = re.compile(rf"{_HERMES_BEGIN}(.*?){_HERMES_END}", re.DOTALL)
+_HERMES = ("<tool_call>", "</tool_call>")
+_KIMI = ("<|tool_call_begin|>", "<|tool_call_end|>")
+_DEEPSEEK = ("<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>")
+_LLAMA = ("<function=", "</function>")
+_MISTRAL_BEGIN = "[TOOL_CALLS]"  # has no end
 _THOUGHT_BEGIN, _THOUGHT_END = "<think>", "</think>"
 _TAGS = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER_END = "</parameter>"
 _PARAMETER = re.compile(rf"<parameter=([^<>\n]+)>\n?(.*?)\n?{_PARAMETER_END}", re.DOTALL)
+_ARGUMENT_END = "</arg_value>"
+_ARGUMENT = re.compile(rf"<arg_key>([^<>]+)</arg_key>\s*<arg_value>(.*?){_ARGUMENT_END}", re.DOTALL)
+_KIMI_ID, _KIMI_ARGUMENTS = re.compile(r"(?:functions\.)?([\w./-]+):\d+", re.ASCII), "<|tool_call_argument_begin|>"
+_DEEPSEEK_SEPARATOR, _DEEPSEEK_FENCE = "<\uff5ctool\u2581sep\uff5c>", "\n```json\n"
+_MISTRAL_HEAD = re.compile(r"\s*([^\s\[{]+)\s*(?:\[CALL_ID\](\w+)\s*)?(?:\[ARGS\]\s*)?")
+_MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _LITERALS = {"True": True, "False": False, "None": None}  # as some policies write them
 _PYTHON = re.compile(r"```(?:python|py)[ \t]*\n(.*?)```", re.DOTALL)
 _OPENING = re.compile(r'\{\s*["}]|\[')  # nothing else begins JSON, and every failure to read it searches for its line
@@ -44,28 +53,34 @@ def split_hermes(text: str) -> tuple[list[str], str]:
 
     Behind the last end nothing is searched: a turn that only repeats the beginning would take seconds.
     """
-    begin, end = _thoughts(text)
+    return _split(text, _HERMES)
+
+
+def _split(text: str, marks: tuple[str, str]) -> tuple[list[str], str]:
+    pattern, last = re.compile("{}(.*?){}".format(*map(re.escape, marks)), re.DOTALL), marks[1]
+    begin, end = _thoughts(text, marks)
     found, rests = [], []
     for part in (text[:begin], text[end:]):
-        stop = part.rfind(_HERMES_END) + len(_HERMES_END)
-        searched = part[:stop] if stop >= len(_HERMES_END) else ""
-        found += _HERMES.findall(searched)
-        rests.append(_HERMES.sub("", searched) + part[len(searched) :])
+        stop = part.rfind(last) + len(last)
+        searched = part[:stop] if stop >= len(last) else ""
+        found += pattern.findall(searched)
+        rests.append(pattern.sub("", searched) + part[len(searched) :])
     return found, rests[0] + text[begin:end] + rests[1]
 
 
-def _thoughts(text: str) -> tuple[int, int]:
+def _thoughts(text: str, marks: tuple[str, str]) -> tuple[int, int]:
     """Returns where the turn's thoughts begin and end: calls in them are drafts, and may lack their end.
 
     Without <think> they begin with the turn, as where the chat template has written it. An argument may contain
     </think> too: then a call has begun before it, and ends behind it before another begins.
     """
+    begin_mark, end_mark = marks
     end = text.find(_THOUGHT_END) + len(_THOUGHT_END)
     if end < len(_THOUGHT_END):
         return 0, 0
-    has_begun = text.rfind(_HERMES_BEGIN, 0, end) > text.rfind(_HERMES_END, 0, end)
-    closed = text.find(_HERMES_END, end)
-    if has_begun and closed >= 0 and text.find(_HERMES_BEGIN, end, closed) < 0:
+    has_begun = text.rfind(begin_mark, 0, end) > text.rfind(end_mark, 0, end)
+    closed = text.find(end_mark, end)
+    if has_begun and closed >= 0 and text.find(begin_mark, end, closed) < 0:
         return 0, 0
     return max(text.find(_THOUGHT_BEGIN, 0, end), 0), end
 
@@ -76,12 +91,47 @@ def call_in(written: str) -> ToolCall:
 
 
 def json_calls(text: str) -> list[ToolCall]:
-    """Finds JSON objects with a name and arguments or parameters, as Llama writes them; other JSON is plain text."""
-    return [_from_object(found, str(found)) for found in _json_objects(text) if _is_call(found)]
+    """Finds JSON objects with a name and arguments or parameters, as Llama writes them; other JSON is plain text.
+
+    One with arguments may stand in `{"type": "function", "function": ...}`; with parameters that describes a tool.
+    """
+    found = map(_function_in, _json_objects(text))
+    return [_from_object(call, str(call)) for call in found if _is_call(call)]
+
+
+def _function_in(found: dict[str, Any]) -> dict[str, Any]:
+    function = found.get("function")
+    return function if isinstance(function, dict) and "arguments" in function else found
 
 
 def _is_call(found: Mapping[str, Any]) -> bool:
     return "name" in found and ("arguments" in found or "parameters" in found)
+
+
+def llama_calls(text: str) -> list[ToolCall]:
+    """Finds calls like `<function=add>{"a": 1}</function>`; a turn without one may write them as JSON objects."""
+    return [_from_function_tag(written) for written in _split(text, _LLAMA)[0]] or json_calls(text)
+
+
+def glm_calls(text: str) -> list[ToolCall]:
+    """Finds calls like `<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>`."""
+    return [_from_argument_tags(written) for written in _split(text, _HERMES)[0]]
+
+
+def kimi_calls(text: str) -> list[ToolCall]:
+    """Finds calls like `functions.add:0` and `{"a": 1}` between the special tokens of Kimi K2."""
+    return [_from_kimi(written) for written in _split(text, _KIMI)[0]]
+
+
+def deepseek_calls(text: str) -> list[ToolCall]:
+    """Finds calls between the tokens of DeepSeek, in the notation of V3 or of V3.1."""
+    return [_from_deepseek(written) for written in _split(text, _DEEPSEEK)[0]]
+
+
+def mistral_calls(text: str) -> list[ToolCall]:
+    """Finds calls like `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]add[ARGS]{"a": 1}`."""
+    listed = text.split(_MISTRAL_BEGIN)[1:]
+    return [call for written in listed if written.strip() for call in _from_mistral(written)]
 
 
 def python_calls(text: str) -> list[ToolCall]:
@@ -89,10 +139,22 @@ def python_calls(text: str) -> list[ToolCall]:
     return [ToolCall("python", {"code": code}) for code in _PYTHON.findall(text)]
 
 
-PARSERS: dict[str, Callable[[str], list[ToolCall]]] = {
-    "hermes": hermes_calls,
-    "json": json_calls,
-    "python": python_calls,
+class Parser(NamedTuple):
+    """Finds the calls of one notation."""
+
+    calls_in: Callable[[str], list[ToolCall]]
+    has_special_tokens: bool = False  # whether special tokens mark the calls, so that they must stay in the text
+
+
+PARSERS: dict[str, Parser] = {
+    "hermes": Parser(hermes_calls),
+    "json": Parser(json_calls),
+    "python": Parser(python_calls),
+    "llama": Parser(llama_calls),
+    "mistral": Parser(mistral_calls, has_special_tokens=True),
+    "deepseek": Parser(deepseek_calls, has_special_tokens=True),
+    "kimi": Parser(kimi_calls, has_special_tokens=True),
+    "glm": Parser(glm_calls, has_special_tokens=True),
 }
 
 
@@ -134,10 +196,70 @@ def _from_tags(written: str) -> ToolCall:
     if found is None:
         return bad_call(written, ValueError("a call that begins with <function=...> ends with </function>"))
     name, body = found.groups()
-    end = body.rfind(_PARAMETER_END) + len(_PARAMETER_END)  # behind it nothing is searched, as in split_hermes()
-    if (_PARAMETER.sub("", body[:end]) + body[end:]).strip():
+    texts = _texts(body, _PARAMETER, _PARAMETER_END)
+    if texts is None:
         return bad_call(written, ValueError("a call holds only <parameter=...>...</parameter>"))
-    return ToolCall(name.strip(), dict(_PARAMETER.findall(body, 0, end)), has_texts=True)
+    return ToolCall(name.strip(), texts, has_texts=True)
+
+
+def _from_argument_tags(written: str) -> ToolCall:
+    name, mark, body = written.partition("<arg_key>")
+    texts = _texts(mark + body, _ARGUMENT, _ARGUMENT_END)
+    if texts is None or len(name.split()) != 1:
+        return bad_call(written, ValueError("a call is a name and <arg_key>...</arg_key><arg_value>...</arg_value>"))
+    return ToolCall(name.strip(), {key.strip(): text for key, text in texts.items()}, has_texts=True)
+
+
+def _texts(body: str, pattern: re.Pattern[str], mark: str) -> dict[str, Any] | None:
+    """Returns the pairs of a name and a text, each ended by the mark; None if there is anything else."""
+    end = body.rfind(mark) + len(mark)  # behind it nothing is searched, as in split_hermes()
+    if (pattern.sub("", body[:end]) + body[end:]).strip():
+        return None
+    return dict(pattern.findall(body, 0, end))
+
+
+def _from_function_tag(written: str) -> ToolCall:
+    name, _, arguments = written.partition(">")
+    return _from_named(name, arguments or "{}", written)
+
+
+def _from_kimi(written: str) -> ToolCall:
+    head, mark, arguments = written.partition(_KIMI_ARGUMENTS)
+    found = _KIMI_ID.fullmatch(head.strip())
+    if not mark or found is None:
+        return bad_call(written, ValueError(f"a call is functions.NAME:NUMBER{_KIMI_ARGUMENTS} and a JSON object"))
+    return _from_named(found[1], arguments, written)._replace(id=found[0])
+
+
+def _from_deepseek(written: str) -> ToolCall:
+    """Reads `function<sep>NAME`, a line break and a block of JSON, as V3 writes, or `NAME<sep>{...}`, as V3.1 does."""
+    head, mark, body = written.partition(_DEEPSEEK_SEPARATOR)
+    if not mark:
+        return bad_call(written, ValueError("a call is a name, the separator and a JSON object"))
+    name, fence, block = body.partition(_DEEPSEEK_FENCE)
+    return _from_named(name, block.rstrip().removesuffix("```"), written) if fence else _from_named(head, body, written)
+
+
+def _from_mistral(written: str) -> list[ToolCall]:
+    """Reads a list of objects, or as tokenizers since v11 have it `NAME[ARGS]{...}` or `NAME[CALL_ID]ID[ARGS]{...}`."""
+    head = _MISTRAL_HEAD.match(written)
+    try:
+        value, _ = _DECODER.raw_decode(written if head else written.lstrip(), head.end() if head else 0)
+    except (ValueError, RecursionError) as error:
+        return [bad_call(written, error)]
+    if head:
+        value = {"name": head[1], "arguments": value, "id": head[2]}
+    return [_with_mistral_id(item) for item in (value if isinstance(value, list) else [value])]
+
+
+def _with_mistral_id(item: Any) -> ToolCall:
+    """Returns the call with the id that the policy gave it, unless the chat template would refuse it."""
+    given = str(item.get("id")) if isinstance(item, dict) else ""
+    return _from_object(item, str(item))._replace(id=given if _MISTRAL_ID.fullmatch(given) else "")
+
+
+def _from_named(name: str, arguments: str, written: str) -> ToolCall:
+    return _from_object({"name": name.strip(), "arguments": arguments}, written)
 
 
 def _from_json(written: str) -> ToolCall:

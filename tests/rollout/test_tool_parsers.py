@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from lightrl.rollout.tool_parsers import ToolCall, hermes_calls, json_calls, python_calls, split_hermes, typed_arguments
+from lightrl.rollout.tool_parsers import (
+    PARSERS,
+    ToolCall,
+    hermes_calls,
+    json_calls,
+    python_calls,
+    split_hermes,
+    typed_arguments,
+)
 
 ADD = {"a": 1, "b": [2]}
 WRITTEN = '{"name": "add", "arguments": {"a": 1, "b": [2]}}'
@@ -106,6 +114,150 @@ def test_json() -> None:
     # Arguments as a text, as some write them; objects without both, and half an object, are no calls.
     assert json_calls('{"name": "add", "arguments": "{\\"a\\": 1}"}') == [ToolCall("add", {"a": 1})]
     assert json_calls('{"a": 1} [1, 2] {"name": "Ada", "age": 36} {"name": "add", {oops') == []
+
+
+NOW = ToolCall("now", {})
+FENCE = "```"
+KIMI = "<|tool_call_begin|>{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
+
+
+def deepseek(inside: str) -> str:
+    """Writes an ASCII form with the characters that the tokens have."""
+    return inside.replace("<|", "<\uff5c").replace("|>", "\uff5c>").replace("_", "\u2581")
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "calls"),
+    [
+        (  # the template of GLM-4.5; that of GLM-4.7 has no line breaks
+            "glm",
+            "<think>add?</think>\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n"
+            "<arg_value>[2]</arg_value>\n</tool_call>\n<tool_call>now</tool_call><|observation|>",
+            [
+                ToolCall("add", {"a": "1", "b": "[2]"}, has_texts=True),
+                ToolCall("now", {}, has_texts=True),
+            ],
+        ),
+        (
+            "glm",
+            "<tool_call>say<arg_key>text</arg_key><arg_value>  a\n b</arg_value></tool_call>",
+            [ToolCall("say", {"text": "  a\n b"}, has_texts=True)],
+        ),
+        (
+            "kimi",
+            "So<|tool_calls_section_begin|>"
+            + KIMI.format("functions.add:0", '{"a": 1, "b": [2]}')
+            + KIMI.format(" now:1\n", "{}")
+            + "<|tool_calls_section_end|><|im_end|>",
+            [ToolCall("add", ADD, id="functions.add:0"), ToolCall("now", {}, id="now:1")],
+        ),
+        (
+            "kimi",
+            KIMI.format("functions.files.read-all:12", "{}"),
+            [ToolCall("files.read-all", {}, id="functions.files.read-all:12")],
+        ),
+        (  # V3
+            "deepseek",
+            deepseek("<|tool_calls_begin|>")
+            + deepseek("<|tool_call_begin|>function<|tool_sep|>")
+            + f'add\n{FENCE}json\n{{"a": 1, "b": [2]}}\n{FENCE}'
+            + deepseek("<|tool_call_end|>\n<|tool_call_begin|>function<|tool_sep|>")
+            + f"now\n{FENCE}json\n{{}}\n{FENCE}"
+            + deepseek("<|tool_call_end|><|tool_calls_end|><|end_of_sentence|>"),
+            [ToolCall("add", ADD), NOW],
+        ),
+        (  # V3.1
+            "deepseek",
+            deepseek("<|tool_calls_begin|><|tool_call_begin|>add<|tool_sep|>")
+            + '{"a": 1, "b": [2]}'
+            + deepseek("<|tool_call_end|><|tool_call_begin|>now<|tool_sep|>{}<|tool_call_end|><|tool_calls_end|>"),
+            [ToolCall("add", ADD), NOW],
+        ),
+        (
+            "mistral",
+            f'So[TOOL_CALLS] [{WRITTEN}, {{"name": "now", "arguments": {{}}, "id": "abc123def"}}]</s>',
+            [ToolCall("add", ADD), ToolCall("now", {}, id="abc123def")],
+        ),
+        (  # an id that the template would refuse is not taken over
+            "mistral",
+            '[TOOL_CALLS][{"name": "now", "arguments": {}, "id": "call-1"}, {"name": "now", "arguments": {}, "id": 7}]',
+            [NOW, NOW],
+        ),
+        (
+            "mistral",
+            '[TOOL_CALLS]add[ARGS]{"a": 1, "b": [2]}[TOOL_CALLS]now[CALL_ID]abc123def[ARGS]{}[TOOL_CALLS]now{}</s>',
+            [ToolCall("add", ADD), ToolCall("now", {}, id="abc123def"), NOW],
+        ),
+        (
+            "llama",
+            'So <function=add>{"a": 1, "b": [2]}</function> <function=now></function>',
+            [ToolCall("add", ADD), NOW],
+        ),
+        ("llama", '{"type": "function", "name": "add", "parameters": {"a": 1, "b": [2]}}', [ToolCall("add", ADD)]),
+        ("json", f'{{"type": "function", "function": {WRITTEN}}}', [ToolCall("add", ADD)]),
+        ("json", '{"type": "function", "function": {"name": "add", "parameters": {}}}', []),  # describes a tool
+    ],
+)
+def test_notations_of_other_models(parser: str, text: str, calls: list[ToolCall]) -> None:
+    assert PARSERS[parser].calls_in(text) == calls
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "problem"),
+    [
+        ("glm", "<tool_call>add <arg_key>a</arg_key></tool_call>", "a call is a name and <arg_key>"),
+        ("glm", f"<tool_call>{WRITTEN}</tool_call>", "a call is a name and <arg_key>"),
+        ("glm", "<tool_call></tool_call>", "a call is a name and <arg_key>"),
+        ("kimi", KIMI.format("functions.add", "{}"), "a call is functions.NAME:NUMBER"),
+        ("kimi", "<|tool_call_begin|>functions.add:0{}<|tool_call_end|>", "a call is functions.NAME:NUMBER"),
+        ("kimi", KIMI.format("functions.add:0", '{"a": '), "JSONDecodeError"),
+        ("kimi", KIMI.format("functions.add:0", "[1]"), "the arguments are an object"),
+        ("kimi", KIMI.format("functions.add:0", "[" * 5_000), "RecursionError"),
+        ("deepseek", deepseek("<|tool_call_begin|>add<|tool_call_end|>"), "the separator"),
+        ("deepseek", deepseek("<|tool_call_begin|>add<|tool_sep|>a=1<|tool_call_end|>"), "JSONDecodeError"),
+        ("mistral", "[TOOL_CALLS]add[ARGS]{oops", "JSONDecodeError"),
+        ("mistral", "[TOOL_CALLS] add(1)", "JSONDecodeError"),
+        ("mistral", "[TOOL_CALLS][1]", "a call is an object with a name and arguments"),
+        ("mistral", "[TOOL_CALLS]add[ARGS][1]", "the arguments are an object"),
+        ("llama", "<function=add>a=1</function>", "JSONDecodeError"),
+    ],
+)
+def test_a_bad_call_of_another_notation_says_why(parser: str, text: str, problem: str) -> None:
+    (found,) = PARSERS[parser].calls_in(text)
+    assert problem in found.problem
+    assert len(found.problem) < 500
+
+
+@pytest.mark.parametrize("parser", sorted(PARSERS))
+def test_a_call_without_its_end_is_a_text(parser: str) -> None:
+    for text in (
+        "",
+        "[TOOL_CALLS]",
+        "<function=add>{}",
+        "<tool_call>add",
+        KIMI.format("functions.add:0", "{}").removesuffix("<|tool_call_end|>"),
+        deepseek("<|tool_call_begin|>add<|tool_sep|>{}"),
+    ):
+        assert PARSERS[parser].calls_in(text) == []
+
+
+@pytest.mark.parametrize(
+    ("parser", "around"),
+    [
+        ("json", "{}"),
+        ("llama", "<function=a>{}</function>"),
+        ("glm", "<tool_call>a{}</arg_value></tool_call>"),
+        ("kimi", "<|tool_call_begin|>{}<|tool_call_end|>"),
+        ("deepseek", deepseek("<|tool_call_begin|>") + "{}" + deepseek("<|tool_call_end|>")),
+        ("mistral", "[TOOL_CALLS]a{}"),
+    ],
+)
+def test_a_turn_that_repeats_an_opener_is_read_at_once(parser: str, around: str) -> None:
+    for opener in ("[TOOL_CALLS]a", "<function=a>", "<arg_key>a</arg_key><arg_value>", KIMI[:19], deepseek(KIMI[:19])):
+        for text in (opener * 100_000, around.replace("{}", opener * 100_000)):
+            began = time.process_time()
+            PARSERS[parser].calls_in(text)
+            assert time.process_time() - began < 3  # a search from each opener takes from 10 seconds to minutes
 
 
 def test_python() -> None:

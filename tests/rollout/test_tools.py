@@ -218,7 +218,7 @@ def test_limits_end_the_episode() -> None:
         ({"tools": ()}, "give at least one function"),
         ({"tools": (HERE + "times", HERE + "times")}, "each name once"),
         ({"tools": HERE + "times", "timeout_s": 0}, "both must be above 0"),
-        ({"tools": HERE + "times", "parser": "yaml"}, "Unknown parser 'yaml'"),
+        ({"tools": HERE + "times", "parser": "yaml"}, "Unknown parser 'yaml'. Choose one of hermes, json, .*, glm"),
     ],
 )
 def test_tools_that_cannot_be_used_are_refused(settings: dict[str, Any], text: str) -> None:
@@ -241,6 +241,24 @@ def test_a_template_that_leaves_the_tools_out_is_warned_of(caplog: pytest.LogCap
     assert not caplog.records
     workflow.check(ChatTokenizer(TEMPLATE.partition("{% endfor %}")[2]))
     assert "the policy is not told of times" in caplog.text
+
+
+class SkippingTokenizer(RaisingTokenizer):
+    """Has the marks of Mistral's calls as special tokens."""
+
+    def decode(self, ids: Any, skip_special_tokens: bool) -> str:
+        text = super().decode(ids, skip_special_tokens)
+        return re.sub(r"\[TOOL_CALLS\]|\[ARGS\]", "", text) if skip_special_tokens else text
+
+
+def test_calls_that_special_tokens_mark_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.RaisingTokenizer", SkippingTokenizer)
+    written = '[TOOL_CALLS]times[ARGS]{"a": 6, "b": 7}'
+    text, episode = play(written, "42", parser="mistral", template=MISTRAL)
+    assert '{"content": 42, "call_id": "000000000"}' in text
+    assert episode.numbers == {"tool_calls": 1, "tool_errors": 0}
+    own = '[TOOL_CALLS][{"name": "times", "arguments": {"a": 6, "b": 7}, "id": "abc123def"}]'
+    assert '{"content": 42, "call_id": "abc123def"}' in play(own, "42", parser="mistral", template=MISTRAL)[0]
 
 
 def test_calls_may_be_json_or_a_python_block() -> None:
