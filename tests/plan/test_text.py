@@ -34,7 +34,7 @@ def test_table_verdict_and_json(small_config: Any) -> None:
     roomy = replace(MACHINE, memory=made.peak.total / 0.91)
     assert "LITTLE" not in verdict(made, roomy, is_enough=True, found=[])
     assert "fits in 1.0 TB" in verdict(made, replace(MACHINE, memory=1e12), is_enough=True, found=[])
-    assert "give --device_memory" in verdict(made, replace(MACHINE, memory=0), is_enough=True, found=[])
+    assert "give lightrl plan --device_memory" in verdict(made, replace(MACHINE, memory=0), is_enough=True, found=[])
     read = json.loads(as_json(made, is_enough=False, found=found))
     assert read["peak"]["bytes"] == round(made.peak.total)
     assert len(read["remedies"]) <= 3
