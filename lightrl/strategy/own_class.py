@@ -48,7 +48,7 @@ def checked_class(name: str, kind: Any, base: type) -> type[Any]:
 
 
 def no_optimizer(kind: type, returned: object) -> TypeError:
-    """Returns the error about a create_optimizer() that returns none."""
+    """Returns the error about a create_optimizer() that returns no optimizer."""
     return TypeError(
         f"{kind.__name__}.create_optimizer() returned {returned!r}. It must return an optimizer over the model's "
         "trainable parameters, such as torch.optim.AdamW(model.parameters(), lr=kwargs['lr'])."
