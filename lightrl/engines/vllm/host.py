@@ -329,10 +329,13 @@ def spare_process_group(llm: Any) -> None:
 
 
 def shut_down(llm: Any) -> None:
-    """Ends the engine's worker like vLLM's own shutdown, but does not touch the process groups."""
+    """Ends the engine's worker like vLLM's own shutdown, but does not touch the process groups.
+
+    From vLLM 0.33 on, the executor's shutdown also destroys the groups, which other engines of the process may use.
+    """
     keep_allocators()
     llm.llm_engine.engine_core.engine_core.scheduler.shutdown()
-    llm.llm_engine.model_executor.shutdown()
+    llm.llm_engine.model_executor.driver_worker.shutdown()
     gc.unfreeze()
 
 

@@ -13,12 +13,14 @@ import torch
 from torch import nn
 
 from lightrl.comm import Comm
+from lightrl.engines.vllm import host
 from lightrl.engines.vllm.host import (
     discard_pages,
     glob_escaped,
     process_state_kept,
     reloads_whole,
     set_defaults,
+    shut_down,
 )
 
 CPU = torch.device("cpu")
@@ -113,3 +115,17 @@ def test_a_model_whose_kernels_read_what_a_load_in_place_does_not_reach_is_reloa
     assert reloads_whole(loaded(LatentAttention()))
     assert reloads_whole(loaded(nn.Identity(), quantization="fp8"))
     assert not reloads_whole(loaded(nn.Identity()))
+
+
+def test_the_end_of_an_engine_leaves_the_process_groups_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+
+    def end(part: str) -> SimpleNamespace:
+        return SimpleNamespace(shutdown=lambda: ended.append(part))
+
+    monkeypatch.setattr(host, "keep_allocators", lambda: None)
+    executor = end("executor and groups")  # what vLLM's executor does from 0.33 on
+    executor.driver_worker = end("worker")
+    core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=end("scheduler")))
+    shut_down(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core, model_executor=executor)))
+    assert ended == ["scheduler", "worker"]
