@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from lightrl.data.prompts import tokenize
 from lightrl.imports import load_object
 from lightrl.records import Prompt
 from lightrl.rollout.client import EngineClient
@@ -52,6 +53,11 @@ class MultiTurnWorkflow(Workflow):
         self._arguments = arguments
         self._feedback, self._solved_at, self._discount = feedback, solved_at, discount
         self._new_user()  # a wrong argument shows here, before anything expensive
+
+    def check(self, tokenizer: Any) -> None:
+        """Raises ValueError for feedback that the tokenizer has no tokens for."""
+        if self._user is None:
+            tokenize(self._feedback, tokenizer, "--rollout.workflow_args feedback", is_raw=False)
 
     async def arun_episode(self, engine: EngineClient, data: Prompt) -> Episode:
         """Alternates turns of the policy and the user; see the class for the reward."""

@@ -9,6 +9,7 @@ import pytest
 from test_client import client
 from test_tools import Script
 
+from lightrl.builtin.model import builtin_tokenizer
 from lightrl.records import Prompt, Sample
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rollout.episode import Episode
@@ -69,6 +70,15 @@ def test_a_wrong_answer_is_tried_again() -> None:
     assert play("42", discount=0.5).reward == 1.0
     assert play("41", "41", "41", "41").reward == 0.0
     assert play("41", "41", "41", "41").finish_reason == "turns"
+
+
+def test_feedback_without_tokens_is_refused_before_the_run() -> None:
+    """Every episode failed at its first wrong answer, with a traceback."""
+    MultiTurnWorkflow(feedback="1+2=").check(builtin_tokenizer())
+    MultiTurnWorkflow(user=f"{HERE}Teacher", words="No").check(builtin_tokenizer())  # whose replies are not known
+    refused = "--rollout.workflow_args feedback: the tokenizer cannot read the text .That is not right"
+    with pytest.raises(ValueError, match=refused):
+        MultiTurnWorkflow().check(builtin_tokenizer())
 
 
 def test_the_context_ends_the_tries() -> None:
