@@ -247,7 +247,8 @@ def check_model_folder(path: str, option: str = "--model") -> None:
     folder = Path(path)
     looks_local = path.startswith(("/", ".", "~")) or path.count("/") > 1 or folder.exists()
     if not path or (":" in path and not folder.exists()):
-        raise ValueError(f"{option} {path!r} is neither a folder, nor a Hugging Face name, nor builtin:addition.")
+        builtin = ", nor builtin:addition" if option == "--model" else ""
+        raise ValueError(f"{option} {path!r} is neither a folder nor a Hugging Face name{builtin}.")
     if not looks_local:
         require_reachable(path, option)
         return

@@ -35,6 +35,7 @@ from lightrl.strategy import create_strategy
 from lightrl.strategy.base import StrategyBase
 from lightrl.testing import run_program, run_spmd
 from lightrl.trainers.grpo import GRPOTrainer
+from lightrl.trainers.run import open_run
 from lightrl.trainers.run_folder import RunFolder, open_folder, own
 from lightrl.trainers.sft import SFTTrainer
 
@@ -322,6 +323,27 @@ def test_a_damaged_model_is_named_by_its_own_option(kind: str, option: str, toy:
         check_model_folder(str(folder), option)
         load_tokenizer(str(folder))
         load_critic(str(folder), materialize=True, init_std=0.0, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"), [(GRPOConfig, "teacher_model"), (PPOConfig, "critic_model")], ids=["teacher", "critic"]
+)
+def test_other_models_are_looked_for_before_the_policy_is_loaded(
+    kind: Any, option: str, toy: Path, tmp_path: Path
+) -> None:
+    model = shutil.copytree(toy / "model", tmp_path / "model")
+    (model / "model.safetensors").write_bytes(b"")  # an error of its own, if it were read
+    missing = tmp_path / "missing"
+    config = kind(model=str(model), output_dir=str(tmp_path / "run"), **{option: str(missing)})
+    with refused(f"--{option} {missing}: there is no such folder"):
+        open_run(config, kind="grpo")
+
+
+def test_a_builtin_name_is_suggested_only_where_it_can_be_given() -> None:
+    with refused("--model 'builtin:sums'", "nor builtin:addition"):
+        check_model_folder("builtin:sums")
+    with refused("--teacher_model 'builtin:addition' is neither a folder nor a Hugging Face name."):
+        check_model_folder("builtin:addition", "--teacher_model")
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
