@@ -162,8 +162,10 @@ class CheckpointDirectory:
                 self._delete(path)
             else:
                 os.rename(path, final)
-        elif _has_step_name(path, _TEMPORARY_PREFIX) or _has_step_name(path, _DELETED_PREFIX):
+        elif _has_step_name(path, _TEMPORARY_PREFIX):
             shutil.rmtree(path)
+        elif _has_step_name(path, _DELETED_PREFIX):
+            _remove(path)
 
     def _delete(self, path: Path) -> None:
         """Renames the directory before deleting it, so that a crash cannot leave half a checkpoint under its name."""
@@ -171,7 +173,15 @@ class CheckpointDirectory:
         if doomed.exists():
             shutil.rmtree(doomed)
         os.rename(path, doomed)
+        _remove(doomed)
+
+
+def _remove(doomed: Path) -> None:
+    """Deletes a directory, or warns: NFS keeps the files that a process still reads, and with them their directory."""
+    try:
         shutil.rmtree(doomed)
+    except OSError as error:
+        logger.warning("%s could not be deleted (%s). The next checkpoint tries again.", doomed, error)
 
 
 def set_aside(checkpoint: Path) -> Path:

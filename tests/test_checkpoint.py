@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import logging
 import multiprocessing
 import os
@@ -244,6 +245,24 @@ def test_begin_clears_what_a_crash_left_and_nothing_else(tmp_path: Path) -> None
     temporary = directory.begin(2)
     assert names(tmp_path) == [".tmp-cache", ".tmp-step-000002", ".tmp-step-mine", "latest", "step-000001"]
     assert names(temporary) == []
+
+
+def test_a_checkpoint_that_cannot_be_deleted_yet_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def is_busy(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    directory = CheckpointDirectory(tmp_path, keep=1)
+    save(directory, 1)
+    with monkeypatch.context() as busy:  # as NFS, while another process reads a file of the checkpoint
+        busy.setattr(os, "rmdir", is_busy)
+        save(directory, 2)
+        save(directory, 3)
+    assert directory.steps() == [3]
+    assert ".tmp-deleted-step-000001 could not be deleted" in caplog.text
+    save(directory, 4)
+    assert names(tmp_path) == ["latest", "step-000004"]
 
 
 def test_misuse_is_refused(tmp_path: Path) -> None:
