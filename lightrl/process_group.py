@@ -83,8 +83,10 @@ def rank_name() -> str:
 def store_of(role: str) -> Store:
     """Returns the store of a role's world; only after join()."""
     assert _meeting is not None, "join() comes first"
-    # After an elastic restart the agent's store still holds the addresses of the ranks that died.
-    attempt = f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    # After an elastic restart the agent's store still holds the addresses of the ranks that died. Any other store is
+    # new, and its ranks may have counted different restarts: one agent may have come in place of another.
+    is_kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "True") == "True"
+    attempt = f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') if is_kept else '0'}"
     return PrefixStore(f"{attempt}/{role}" if role else attempt, _meeting)
 
 

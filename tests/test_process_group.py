@@ -11,7 +11,14 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from lightrl import process_group
 from lightrl.comm import RankError, known_world
-from lightrl.process_group import EnvironmentVariableError, backend_for, check_environment, is_lost_peer, join
+from lightrl.process_group import (
+    EnvironmentVariableError,
+    backend_for,
+    check_environment,
+    is_lost_peer,
+    join,
+    store_of,
+)
 from lightrl.testing import run_spmd
 
 UNCLOSED = Path(__file__).parent / "programs" / "unclosed_program.py"
@@ -68,6 +75,18 @@ def test_a_group_is_bound_to_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     join(torch.device("cuda", 1), timedelta(seconds=5))
     assert given.pop("store") is not None
     assert given == {"backend": "cpu:gloo,cuda:nccl", "rank": 0, "world_size": 1, "timeout": timedelta(seconds=5)}
+
+
+@pytest.mark.parametrize(("kept", "meets"), [("False", True), ("True", False)])
+def test_ranks_that_have_counted_other_restarts_meet_in_a_new_store(
+    kept: str, meets: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", kept)
+    monkeypatch.setattr(process_group, "_meeting", HashStore())
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    store_of("trainer").set("address", "here")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")  # of the agent on a node that has replaced another
+    assert store_of("trainer").check(["address"]) is meets
 
 
 @pytest.mark.slow
