@@ -85,6 +85,8 @@ if [[ ${1:-} == --check ]]; then
 elif (($# == 0)) || [[ $1 == --* ]]; then
     set -- "$root/scripts/train_grpo.py" "$@"
 fi
+# Otherwise torchrun kills the ranks 30 s after SIGTERM, while they still have --checkpoint.grace_s (300 s) to save.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-330}
 torchrun=$(find_torchrun)
 printf '[launch] node %s of %s at %s:%s, %s rank(s) here\n' \
     "$NODE_RANK" "$NNODES" "$MASTER_ADDR" "$MASTER_PORT" "$NPROC_PER_NODE"

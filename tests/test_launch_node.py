@@ -66,6 +66,14 @@ def test_variables_become_options_of_torchrun(fake_environment: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("given", "expected"), [({}, "330"), ({"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "900"}, "900")])
+def test_the_ranks_have_time_to_save_after_sigterm(tmp_path: Path, given: dict[str, str], expected: str) -> None:
+    program = write_executable(tmp_path / "venv" / "bin" / "torchrun", 'echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT"')
+    one_node = {"NNODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+    _, printed, _ = launch(environment=program.parents[1], **one_node, **given)
+    assert printed == [expected]
+
+
 @pytest.mark.parametrize("args", [("--strategy", "fsdp"), ()])
 def test_options_alone_are_for_train_grpo_and_one_rank_without_a_gpu(
     fake_environment: Path, args: tuple[str, ...]

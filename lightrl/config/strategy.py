@@ -209,7 +209,8 @@ class CheckpointConfig:
     """Number of checkpoints to keep, the newest ones."""
     grace_s: float = option(300.0, at_least=0, at_most=86_400)
     """Seconds that a run has, after SIGTERM, SIGHUP or SIGUSR1, to finish its step and write one more checkpoint. After
-    that, or at once if 0, it ends without one. torchrun kills its ranks 30 s after it has passed a signal on."""
+    that, or at once if 0, it ends without one. torchrun kills its ranks 30 s after it has passed a signal on,
+    or after the seconds of TORCH_ELASTIC_SHUTDOWN_TIMEOUT."""
     asynchronous: bool = False
     """Go on training while a checkpoint is written, from a copy of each rank's part of the state in host memory."""
     on_disk_error: Literal["stop", "continue"] = "stop"
