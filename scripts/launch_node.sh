@@ -15,10 +15,10 @@ fail() {
     exit 2
 }
 
-first_slurm_host() {
-    local hosts
+first_slurm_host() { # of this step: srun may run several on parts of a job's nodes
+    local hosts nodes=${SLURM_STEP_NODELIST:-$SLURM_JOB_NODELIST}
     command -v scontrol >/dev/null || fail "SLURM_JOB_NODELIST is set but scontrol is not on PATH. Set MASTER_ADDR."
-    hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST") || fail "scontrol cannot read '$SLURM_JOB_NODELIST'."
+    hosts=$(scontrol show hostnames "$nodes") || fail "scontrol cannot read '$nodes'."
     printf '%s' "${hosts%%$'\n'*}"
 }
 
@@ -29,7 +29,8 @@ read_slurm() { # a variable that is already set takes precedence
         MASTER_ADDR=$(first_slurm_host)
     fi
     if [[ -z ${MASTER_PORT:-} && -n ${SLURM_JOB_ID:-} ]]; then
-        MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000)) # equal on all nodes of a job, different for jobs that share a host
+        # Equal on all nodes of a step, different for jobs and for steps that share a host.
+        MASTER_PORT=$((20000 + (SLURM_JOB_ID + 1009 * ${SLURM_STEP_ID:-0}) % 10000))
     fi
 }
 

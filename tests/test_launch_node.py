@@ -107,6 +107,15 @@ def test_slurm_gives_everything(fake_environment: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_steps_on_parts_of_a_job_are_runs_of_their_own(fake_environment: Path, tmp_path: Path) -> None:
+    commands = write_executable(tmp_path / "bin" / "scontrol", 'printf "%s\n" "$3"').parent
+    job = {"SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "node07", "SLURM_JOB_ID": "1234567"}
+    for step, port in (("0", "24567"), ("2", "26585")):  # 24567 + 2 * 1009
+        of_step = {"SLURM_STEP_NODELIST": "node08", "SLURM_STEP_ID": step}
+        _, given, _ = launch(environment=fake_environment, commands=commands, **job, **of_step)
+        assert given[4:8] == ["--master_addr", "node08", "--master_port", port]
+
+
 def test_what_is_set_by_hand_wins_over_slurm(fake_environment: Path) -> None:
     code, given, _ = launch(
         environment=fake_environment, NNODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.9", MASTER_PORT="1234",
