@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from lightrl.imports import import_extra
 from lightrl.trainers.loggers.attach import PROJECT, LoggedRun
+
+logger = logging.getLogger(__name__)
 
 _LONGEST = 500  # longest parameter, in characters
 _REFUSED = re.compile(r"[^/\w.\- ]")  # characters that MLflow refuses in a name, by an error that would end the run
@@ -26,11 +29,19 @@ class MLflowLogger:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs the metrics of a step."""
-        self._mlflow.log_metrics({_accepted(name): value for name, value in metrics.items()}, step=step)
+        accepted = {_accepted(name): value for name, value in metrics.items()}
+        self._try(lambda: self._mlflow.log_metrics(accepted, step=step), f"the metrics of step {step}")
 
     def close(self) -> None:
         """Ends the run of MLflow."""
-        self._mlflow.end_run()
+        self._try(self._mlflow.end_run, "the end of the run")
+
+    def _try(self, tell: Callable[[], object], lost: str) -> None:
+        """Warns of a server that fails, which the run can do without: metrics.jsonl has the metrics, too."""
+        try:
+            tell()
+        except self._mlflow.exceptions.MlflowException as error:
+            logger.warning("MLflow lacks %s: %s", lost, error)
 
 
 def _accepted(name: str) -> str:
