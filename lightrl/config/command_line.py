@@ -178,7 +178,7 @@ def _yaml_flags(config_class: type[Any], path: str, beside: Sequence[str] = ()) 
     types = option_types(config_class)
     flags: list[str] = []
     given: set[str] = set()
-    content = [(_own_name(f"--{key}").removeprefix("--"), value) for key, value in flatten(_read_yaml(path))]
+    content, written = _named(_read_yaml(path)), dict(_named(_read_yaml(path, as_written=True)))
     is_evaluation = issubclass(config_class, EvaluateConfig)
     unused = left_out(dict(content), has_other_model="__model" in beside) if is_evaluation else []
     _note_unused(unused, path)
@@ -195,10 +195,20 @@ def _yaml_flags(config_class: type[Any], path: str, beside: Sequence[str] = ()) 
         _check_value(name, value, types[name], path)
         if name == "config":
             continue  # the path that the run which saved this file was started with
+        value = written.get(name, value) if _is_text(types[name]) else value
         # Name and value are one word, so that a value may begin with dashes; so may the first of several.
         values = [str(part) for part in (value if isinstance(value, list) else [value])]
         flags += [f"--{name}={values[0]}", *values[1:]] if values else [f"--{name}"]
     return flags
+
+
+def _named(content: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(_own_name(f"--{key}").removeprefix("--"), value) for key, value in flatten(content)]
+
+
+def _is_text(hint: Any) -> bool:
+    """Returns whether an option is a text, one of several texts, or a list of texts."""
+    return all(kind in (str, type(None), ...) or isinstance(kind, str) for kind in get_args(hint) or (hint,))
 
 
 def _note_unused(unused: Sequence[str], path: str) -> None:
@@ -228,10 +238,10 @@ def _check_value(name: str, value: Any, hint: Any, path: str) -> None:
         raise ValueError(f"--config {path}: {told}")
 
 
-def _read_yaml(path: str) -> Mapping[str, Any]:
+def _read_yaml(path: str, *, as_written: bool = False) -> Mapping[str, Any]:
     if not Path(path).is_file():
         raise FileNotFoundError(f"--config {path}: there is no such file.")
-    content = read_yaml(Path(path), f"--config {path}") or {}
+    content = read_yaml(Path(path), f"--config {path}", as_written=as_written) or {}
     if not isinstance(content, dict):
         raise ValueError(f"--config {path} must hold `option: value` lines, not a {type(content).__name__}.")
     return content

@@ -48,22 +48,35 @@ class _Loader(yaml.SafeLoader):
         node.value = list({**merged, **own}.values())
 
 
+class _AsWritten(_Loader):
+    """Reads every plain value but null as a text, so that `No`, 12:30 and 1.10 stay what they are."""
+
+
+_AsWritten.yaml_implicit_resolvers = {
+    first: [pair for pair in pairs if pair[0] in ("tag:yaml.org,2002:null", "tag:yaml.org,2002:merge")]
+    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
 def _name_of(key: yaml.Node) -> Any:
     return (key.tag, key.value) if isinstance(key, yaml.ScalarNode) else id(key)
 
 
-def parse_yaml(text: str, label: str) -> Any:
-    """Returns the value of a text; raises ValueError that begins with the label."""
+def parse_yaml(text: str, label: str, *, as_written: bool = False) -> Any:
+    """Returns the value of a text; raises ValueError that begins with the label.
+
+    as_written: leaves numbers, dates and truth values in it the texts that they are written as.
+    """
     try:
-        return yaml.load(text, _Loader)  # which is a safe one
+        return yaml.load(text, _AsWritten if as_written else _Loader)  # which are safe ones
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # such as the date 2020-99-99, or 5,000 digits
         raise ValueError(f"{label} is not valid YAML: {' '.join(str(error).split())}") from error
     except RecursionError as error:
         raise ValueError(f"{label} is not valid YAML: its brackets are nested too deeply.") from error
 
 
-def read_yaml(path: Path, label: str) -> Any:
-    """Returns the value of a file of options."""
+def read_yaml(path: Path, label: str, *, as_written: bool = False) -> Any:
+    """Returns the value of a file of options, as parse_yaml() does."""
     size = path.stat().st_size
     if size > _MAX_BYTES:
         raise ValueError(f"{label} has {size:,} bytes: a file of options has at most {_MAX_BYTES:,}.")
@@ -71,4 +84,4 @@ def read_yaml(path: Path, label: str) -> Any:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{label} is not valid YAML: it is not UTF-8 text ({error}).") from error
-    return parse_yaml(text, label)
+    return parse_yaml(text, label, as_written=as_written)

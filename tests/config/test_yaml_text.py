@@ -57,6 +57,18 @@ def test_a_wrong_file_of_options_gives_one_sentence(kind: str, tmp_path: Path) -
     assert "\n" not in str(error.value)
 
 
+def test_an_option_that_is_a_text_gets_what_the_file_says(tmp_path: Path) -> None:
+    path = tmp_path / "options.yaml"
+    path.write_text(
+        "output_dir: 20261127_1200\nstop: [No, 12:30, 007, 1.10, 'yes', ' two']\nlog: {to: off}\n"
+        "share_prompts: no\nlr: 2e-6\nmax_steps: 1_000\n"
+    )
+    assert _yaml_flags(GRPOConfig, str(path)) == [
+        "--output_dir=20261127_1200", "--stop=No", "12:30", "007", "1.10", "yes", " two", "--log.to=off",
+        "--share_prompts=False", "--lr=2e-6", "--max_steps=1000",
+    ]  # fmt: skip
+
+
 def test_a_name_may_replace_one_that_a_merge_brings_in() -> None:
     text = "a: &a {x: 1, y: 1}\nb: &b {<<: *a, y: 2}\nc: {<<: *b, y: 3}\nd: {<<: *b, x: 4}"
     found = parse_yaml(text, "it")
