@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -65,12 +65,20 @@ def different_ranks(options: Sequence[Mapping[str, Any]]) -> str:
 
 def _require_rows(path: Path) -> None:
     """Raises ValueError unless each line is the row of a step; the last may be cut short."""
-    lines = path.read_bytes().splitlines() if path.exists() else []
-    for number, line in enumerate(lines, start=1):
-        if _step_of(line) is None and number < len(lines):
+    damaged = 0
+    for number, line in enumerate(_lines(path), start=1):
+        if damaged:
             raise ValueError(
-                f"{path} is damaged: line {number} is no row of a step. Move the file away to continue without it."
+                f"{path} is damaged: line {damaged} is no row of a step. Move the file away to continue without it."
             )
+        damaged = number if _step_of(line) is None else 0
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Yields the lines of a file, which may be larger than the memory; none if there is no file."""
+    if path.exists():
+        with path.open("rb") as file:
+            yield from file
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -165,13 +173,12 @@ def cut_after(path: Path, steps_done: int) -> None:
     if not steps_done:
         path.rename(_unused_name(path))
         return
-    kept = []
-    for line in path.read_bytes().splitlines():
-        step = _step_of(line)  # None: a line that a kill cut short
-        if step is not None and step <= steps_done:
-            kept.append(line)
     temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(b"".join(line + b"\n" for line in kept))
+    with temporary.open("wb") as kept:
+        for line in _lines(path):
+            step = _step_of(line)  # None: a line that a kill cut short
+            if step is not None and step <= steps_done:
+                kept.write(line.rstrip(b"\n") + b"\n")
     temporary.replace(path)
 
 

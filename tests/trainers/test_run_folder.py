@@ -2,6 +2,7 @@ import json
 import math
 import re
 import resource
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from decimal import Decimal
@@ -93,6 +94,21 @@ def test_an_option_that_is_newer_than_the_run_has_its_default(tmp_path: Path) ->
     folder.check(GRPOConfig())
     with pytest.raises(ValueError, match="belongs to another run: ema_decay was 0.0, now 0.9"):
         folder.check(GRPOConfig(ema_decay=0.9))
+
+
+def test_a_resumed_run_does_not_hold_its_samples_in_memory(tmp_path: Path) -> None:
+    folder = used(tmp_path)
+    path = folder.root / "samples.jsonl"
+    path.write_text("".join(json.dumps({"step": step, "response": "x" * 20_000}) + "\n" for step in range(1, 301)))
+    tracemalloc.start()
+    try:
+        folder.check(GRPOConfig())
+        folder.open(GRPOConfig(), 299)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert path.stat().st_size > 299 * 20_000
+    assert peak < 2_000_000
 
 
 def test_resuming_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
