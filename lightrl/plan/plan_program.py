@@ -203,7 +203,7 @@ def _read_config(path: str, trust_remote_code: bool) -> Any:
         except ValueError as error:
             raise ValueError(f"{error} A plan also takes the path of the model's config.json.") from error
     try:
-        fields = json.loads(Path(path).read_text())
+        fields = json.loads(Path(path).read_bytes())
         return AutoConfig.for_model(**fields)
     except (TypeError, ValueError, OSError) as error:
         raise ValueError(f"--model {path} is no config.json of a model ({error}).") from error

@@ -71,7 +71,7 @@ def read_run(root: Path, name: str = "") -> RunFiles:
 def _rows(path: Path) -> tuple[list[Row], list[str]]:
     rows: list[Row] = []
     lost = 0
-    lines = path.read_text(errors="replace").split("\n") if path.exists() else []
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
     for line in lines:
         row = _object(line)
         if row is not None and isinstance(row.get("step"), int):
@@ -94,7 +94,7 @@ def _events(path: Path) -> tuple[list[Row], list[str]]:
     if not path.is_file():
         return [], []
     try:
-        found = json.loads(path.read_text(errors="replace"))
+        found = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except (ValueError, RecursionError):
         return [], [f"profile/{path.name} is damaged and left out."]
     return [item for item in found if isinstance(item, dict) and item.get("ph") == "X"], []

@@ -252,7 +252,7 @@ def _template(given: str) -> str:
         path = Path(given[1:])
         if not path.is_file():
             raise FileNotFoundError(f"--judge.prompt {given}: there is no such file.")
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     elif given:
         text = given
     if "{response}" not in text:

@@ -237,7 +237,7 @@ def _from_file(name: str) -> Any:
 
 def _no_function_named(file: Path) -> ValueError:
     try:
-        body = ast.parse(file.read_text()).body
+        body = ast.parse(file.read_bytes()).body
     except SyntaxError:
         body = []  # reported when a function of the file is loaded
     found = [item.name for item in body if isinstance(item, _DEFINITIONS)]

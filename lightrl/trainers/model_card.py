@@ -32,7 +32,7 @@ def write_card(folder: Path, root: Path, config: Any, *, step: int) -> None:
     stored = folder / HASH_FILE
     weights = stored.read_text().split()[0] if stored.is_file() else "not recorded"
     text = "\n".join(_card(config, _metrics_of(root, step), step, weights))
-    (folder / "README.md").write_text(f"{text}\n")
+    (folder / "README.md").write_text(f"{text}\n", encoding="utf-8")
 
 
 def _card(config: Any, metrics: Mapping[str, float], step: int, weights: str) -> Iterator[str]:

@@ -103,7 +103,7 @@ class RunFolder:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Reads the metrics that have been logged so far."""
-        return [json.loads(line) for line in self._metrics.read_text().splitlines()] if self._metrics.exists() else []
+        return [json.loads(line) for line in self._metrics.read_bytes().splitlines()] if self._metrics.exists() else []
 
 
 def open_folder(config: RunConfig, kind: str, comm: Comm) -> tuple[RunFolder, Path | None]:
@@ -158,7 +158,7 @@ def remove_empty_runs() -> None:
 def _append(path: Path, rows: list[dict[str, Any]]) -> None:
     size = path.stat().st_size if path.exists() else 0
     try:
-        with path.open("a") as file:
+        with path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
     except OSError:
         with suppress(OSError):

@@ -1,7 +1,10 @@
 import json
 import math
+import os
 import re
 import resource
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -109,6 +112,23 @@ def test_a_resumed_run_does_not_hold_its_samples_in_memory(tmp_path: Path) -> No
         tracemalloc.stop()
     assert path.stat().st_size > 299 * 20_000
     assert peak < 2_000_000
+
+
+APPEND = """
+import locale, sys
+from pathlib import Path
+from lightrl.trainers.run_folder import RunFolder
+assert locale.getpreferredencoding(False) != "UTF-8"
+folder = RunFolder(Path(sys.argv[1]))
+folder.append_metrics(1, {"eval/L\\u00f6sung": 0.5})
+assert folder.metrics() == [{"step": 1, "eval/L\\u00f6sung": 0.5}]
+"""
+
+
+def test_logs_are_utf_8_in_any_locale(tmp_path: Path) -> None:
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", APPEND, str(tmp_path)], env={**os.environ, **locale}, check=True, timeout=120)
+    assert json.loads((tmp_path / "metrics.jsonl").read_bytes()) == {"step": 1, "eval/L\u00f6sung": 0.5}
 
 
 def test_resuming_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
