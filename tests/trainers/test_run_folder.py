@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import yaml
 
 from lightrl.checkpoint import CheckpointDirectory
@@ -171,6 +173,12 @@ def test_rows_are_plain_json(tmp_path: Path) -> None:
         7,
     )
     assert row["answer"] == "2.50"  # a column of a Parquet file may have types that JSON does not know
+
+
+def test_metrics_may_be_numbers_of_numpy_and_torch(tmp_path: Path) -> None:
+    folder = used(tmp_path)
+    folder.append_metrics(1, {"a": np.float32(0.5), "b": np.float32("nan"), "c": torch.tensor(2), "d": np.int64(3)})  # type: ignore[dict-item]
+    assert folder.metrics() == [{"step": 1, "a": 0.5, "b": None, "c": 2.0, "d": 3.0}]
 
 
 def checkpoint(root: Path, step: int) -> Path:
