@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from lightrl.cores import usable_cores
 from lightrl.doctor.findings import Finding, judged, ok
 
 _GB = 1 << 30
@@ -28,7 +29,7 @@ def num_local_ranks() -> int:
 def check_devices() -> Iterator[Finding]:
     """Yields findings about the devices, and whether each local rank has one of its own."""
     if not torch.cuda.is_available():
-        cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads() * num_local_ranks()
+        cores, threads = usable_cores(), torch.get_num_threads() * num_local_ranks()
         yield ok("devices", f"no GPU: everything runs on {cores} CPU cores")
         yield judged(
             "threads",

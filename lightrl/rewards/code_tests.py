@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
-import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
+from lightrl.cores import cores_of_rank
 from lightrl.records import Sample
 from lightrl.rewards.sandbox import SandboxLimits, SandboxResult, choose_confinement, run_inputs, run_tests
 
@@ -50,7 +50,7 @@ class CodeTests:
         choose_confinement(unsafe)  # here, so that a system without any is reported before anything expensive
         self._all_or_nothing = all_or_nothing
         # If there were more programs at a time than cores, they would make each other time out.
-        self.max_concurrency = max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self.max_concurrency = cores_of_rank()
         self._threads = ThreadPoolExecutor(max_workers=self.max_concurrency, thread_name_prefix="code")
 
     async def __call__(self, sample: Sample, /) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 import uuid
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from transformers import PreTrainedModel
 
 from lightrl.comm import found_world
 from lightrl.config import StrategyOptions
+from lightrl.cores import usable_cores
 from lightrl.engines.base import EngineGroup, architecture_of, eos_ids, model_folder
 from lightrl.engines.frequencies import limit_vllm
 from lightrl.engines.vllm import host
@@ -93,8 +93,8 @@ def check_platform(device: torch.device) -> None:
 
 
 def warn_of_many_threads(num_ranks: int) -> None:
-    """Warns if the ranks have more threads than the machine has cores."""
-    threads, cores = torch.get_num_threads(), os.cpu_count() or 1
+    """Warns if the ranks have more threads than cores."""
+    threads, cores = torch.get_num_threads(), usable_cores()
     if threads > 1 and threads * num_ranks > cores:
         logger.warning(
             "%d ranks of %d threads on %d cores: vLLM's threads spin while they wait, and may be far slower. "

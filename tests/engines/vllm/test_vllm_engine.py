@@ -521,7 +521,7 @@ def test_it_says_what_it_needs(folders, monkeypatch) -> None:
 
 def test_more_threads_than_cores_are_warned_of(monkeypatch, caplog) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr("lightrl.engines.vllm.build.usable_cores", lambda: 4)
     warn_of_many_threads(2)
     assert not caplog.messages
     warn_of_many_threads(3)
