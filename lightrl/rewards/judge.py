@@ -49,6 +49,7 @@ _MAX_WAIT_S = 60.0
 _SPREAD = 0.5  # largest random part of a wait: a busy server must not get the same burst again
 _MAX_THREADS = 256  # the real bound is --reward_concurrency
 _MAX_REPLY_BYTES = 1 << 22
+_WORD = re.compile(r"(?<![`\w])\w")  # but not the language that a block of code begins with
 
 
 class Judge:
@@ -156,9 +157,12 @@ class Judge:
         return text
 
     def _is_unfinished(self, reply: str) -> bool:
-        """Returns whether a reply that was cut off has no score, or ends with one that a further digit would change."""
+        """Returns whether a reply that was cut off does not begin with a score, or a further digit would change it.
+
+        A score behind words may be a draft. A prompt may also ask for the score first, and the reasons after it.
+        """
         last = next(reversed(list(self._pattern.finditer(reply))), None)
-        if last is None:
+        if last is None or _WORD.search(reply, 0, last.start()):
             return True
         try:
             score, largest = float(last[1] or "nan"), self._settings.max_score

@@ -164,6 +164,28 @@ def test_half_a_score_is_no_verdict_of_a_prompt_of_ones_own(
     assert short == [float(text.split()[0]) / max_score]  # a prompt that asks for 0 or 1, for example
 
 
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("At first sight it deserves Score: 3, but", None),
+        ("Score: 9 would be for a proof. So Score: 3 is", None),
+        ("Score: 7. It is right, but", 0.7),
+        ("\n**Score: 7**\nBecause", 0.7),
+        ('```json\n{"Score: 7", "why": "it is', 0.7),
+        ("<think>Score: 3?</think>Score: 7, as", 0.7),
+    ],
+)
+def test_a_draft_in_the_reply_to_a_prompt_of_ones_own_is_no_verdict(
+    server: Server, text: str, score: float | None
+) -> None:
+    cut = json.dumps({"choices": [{"message": {"content": text}, "finish_reason": "length"}]})
+    server.answer = lambda number, body: (200, {}, cut)
+    (found,) = judged(server, "a", prompt="{response}")
+    assert "was cut off" in str(found) if score is None else found == score
+    server.answer = lambda number, body: (200, {}, completion(text))
+    assert judged(server, "a", prompt="{response}") == [score or 0.3]  # a whole reply
+
+
 def test_thoughts_hold_no_verdict(server: Server) -> None:
     replies = {
         "a": "<think>Score: 3</think>Good. Score: 8",
