@@ -201,6 +201,11 @@ def check_arguments(what: str, made: Callable[..., Any], arguments: Mapping[str,
         signature.bind(**arguments)
     except TypeError as error:
         raise ValueError(f"--rollout.workflow_args: the {what} cannot be built: {error}.") from error
+    check_types(signature, arguments)
+
+
+def check_types(signature: inspect.Signature, arguments: Mapping[str, Any]) -> None:
+    """Raises ValueError if one of --rollout.workflow_args does not have the type that its parameter declares."""
     for key, value in arguments.items():
         declared = declared_type(signature.parameters[key].annotation) if key in signature.parameters else ""
         if not fits(declared, value) and value is not None:

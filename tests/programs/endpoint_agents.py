@@ -74,4 +74,18 @@ async def deaf(data):
     return 1.0
 
 
+async def limited(data, base_url, api_key, limit: int = 2, **others):
+    return 1.0
+
+
+class Limited:
+    """Takes an argument whose type it declares."""
+
+    def __init__(self, limit: int):
+        self.limit = limit
+
+    async def __call__(self, data, base_url, api_key):
+        return 1.0
+
+
 nothing = 3

@@ -15,7 +15,7 @@ from lightrl.rollout.endpoint.server import ENDPOINT_OPTIONS, Endpoint
 from lightrl.rollout.endpoint.session import Session
 from lightrl.rollout.episode import Episode
 from lightrl.rollout.tool_calls import in_daemon_thread
-from lightrl.rollout.workflow import Workflow
+from lightrl.rollout.workflow import Workflow, check_arguments, check_types
 
 _GIVEN = ("data", "base_url", "api_key", "model")
 _MAX_THREADS = 256  # for agents that are plain functions and whose episodes have not ended
@@ -26,6 +26,7 @@ class EndpointWorkflow(Workflow):
 
     def __init__(self, **options: Any) -> None:
         """Takes the options of Endpoint."""
+        check_arguments("endpoint", Endpoint, options)
         self.endpoint = Endpoint(**options)
 
     async def play(self, data: Prompt, *, base_url: str, api_key: str, model: str) -> Any:
@@ -79,6 +80,7 @@ def _loaded_agent(name: str, arguments: Mapping[str, Any]) -> tuple[Callable[...
     if not callable(found):
         raise ValueError(f"The agent {name!r} is a {type(found).__name__}; it must be a function or a class.")
     if inspect.isclass(found):
+        check_arguments(f"agent {name!r}", found, arguments)
         found, arguments = _made(name, found, arguments), {}
     signature = inspect.signature(found)
     parameters = signature.parameters.values()
@@ -91,6 +93,7 @@ def _loaded_agent(name: str, arguments: Mapping[str, Any]) -> tuple[Callable[...
             f"The agent {name!r} cannot be called: {error}. It is given {', '.join(_GIVEN)} by name, as far as it "
             "takes them, and the further --rollout.workflow_args."
         ) from error
+    check_types(signature, arguments)
     if "base_url" not in takes or "api_key" not in takes:
         raise ValueError(f"The agent {name!r} must take base_url and api_key, and call the policy with them.")
     return (_with(found, arguments) if arguments else found), takes

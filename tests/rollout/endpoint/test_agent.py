@@ -102,14 +102,28 @@ asyncio.run(run())
         (("agent=endpoint_agents:nothing",), "is a int; it must be a function or a class"),
         (("agent=endpoint_agents:deaf",), "must take base_url and api_key"),
         (("agent=endpoint_agents:silent", "tempo=3"), "cannot be called: got an unexpected keyword argument 'tempo'"),
-        (("agent=endpoint_agents:Talker",), "cannot be built: .*missing 1 required keyword-only argument: 'times'"),
+        (("agent=endpoint_agents:Talker",), "cannot be built: missing a required argument: 'times'"),
         (("agent=endpoint_agents:silent", "host=0.0.0.0"), "can be reached from other machines"),
+        (("agent=endpoint_agents:limited", "limit=two"), "limit is 'two', and it must be int"),
+        (("agent=endpoint_agents:Limited", "limit=two"), "limit is 'two', and it must be int"),
+        (("agent=endpoint_agents:silent", "port=two"), "port is 'two', and it must be int"),
         ((), "missing a required argument: 'agent'"),
     ],
 )
 def test_an_agent_that_cannot_be_run_is_refused_at_once(arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_workflow(WorkflowConfig(workflow="agent", workflow_args=arguments))
+
+
+@pytest.mark.parametrize("agent", ["limited", "Limited"])
+def test_an_agent_takes_arguments_of_its_own_that_fit(agent: str) -> None:
+    for given in ("limit=2", "limit=null"):
+        load_workflow(WorkflowConfig(workflow="agent", workflow_args=(f"agent=endpoint_agents:{agent}", given)))
+
+
+def test_an_option_that_the_endpoint_lacks_is_refused() -> None:
+    with pytest.raises(ValueError, match="the endpoint cannot be built: got an unexpected keyword argument 'speed'"):
+        load_workflow(WorkflowConfig(workflow="serve", workflow_args=("speed=2",)))
 
 
 @pytest.mark.slow
