@@ -7,6 +7,7 @@ import atexit
 import logging
 import shlex
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as WaitTimeoutError
@@ -20,6 +21,7 @@ logger = logging.getLogger(__name__)
 _START_S = 60.0  # limit for the server to start and to list its tools, on a busy machine
 _STOP_S = 5.0
 _MOST_PAGES = 1000  # a server that repeats its first page would list tools forever
+_PAUSE_S, _LONGEST_PAUSE_S = 5.0, 300.0  # before a further try to start a server; each is twice as long
 _PING_S = 5.0  # a server that is busy for longer still runs; one that has ended shows it at once
 
 
@@ -42,6 +44,7 @@ class McpServer:
         self._command = command
         self._restarting = threading.Lock()
         self._lost = ""  # why the server could not be started again
+        self._pause_s, self._next_try = _PAUSE_S, 0.0
         self._running: tuple[Any, asyncio.AbstractEventLoop]  # the session with the server, and its loop
         self.described = self._start()
         atexit.register(self.close)
@@ -58,7 +61,7 @@ class McpServer:
         )
         self._thread.start()
         try:
-            return started.result(_START_S)
+            return started.result(_START_S + _STOP_S)
         except (Exception, WaitTimeoutError) as error:
             cause: BaseException = error
             while nested := getattr(cause, "exceptions", None):  # the client's task groups wrap what went wrong
@@ -78,14 +81,17 @@ class McpServer:
                 self._library.stdio_client(settings) as (reader, writer),
                 self._library.ClientSession(reader, writer) as session,
             ):
-                await session.initialize()
-                listed = await self._listed(session)
+                listed = await asyncio.wait_for(self._greeted(session), _START_S)  # else a silent server stays
                 self._running = session, self._loop
                 started.set_result(listed)
                 await self._is_over.wait()
         except BaseException as error:
             if not started.done():
                 started.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+
+    async def _greeted(self, session: Any) -> list[Any]:
+        await session.initialize()
+        return await self._listed(session)
 
     async def _listed(self, session: Any) -> list[Any]:
         """Returns the descriptions of all tools, which the server may give page by page."""
@@ -116,19 +122,24 @@ class McpServer:
         return text
 
     def _revive(self, session: Any) -> None:
-        """Starts the server again if it has ended, once for all calls that were sent to it."""
+        """Starts the server again if it has ended, once for all calls that were sent to it.
+
+        After a failed start calls get its error at once, until it is time for the next try.
+        """
         with self._restarting:
-            if self._lost:
-                raise McpToolError(self._lost)
             if session is not self._running[0] or self._runs():
                 return
+            if self._lost and time.monotonic() < self._next_try:
+                raise McpToolError(self._lost)
             logger.warning("The MCP server %r has ended. It is started again.", self._command)
             self.close()
             try:
                 self._start()
             except ValueError as error:
-                self._lost = str(error)
+                self._lost, self._next_try = str(error), time.monotonic() + self._pause_s
+                self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
                 raise McpToolError(self._lost) from error
+            self._lost, self._pause_s = "", _PAUSE_S
 
     def _runs(self) -> bool:
         """Returns whether the server answers, or is only busy."""

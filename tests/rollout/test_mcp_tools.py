@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,16 +58,42 @@ def test_a_server_that_has_ended_is_started_again(tools: list[Tool], caplog: pyt
     assert caplog.text.count("has ended. It is started again.") == 2
 
 
-def test_a_server_that_cannot_be_started_again_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_server_that_cannot_be_started_again_is_reported_and_tried_again_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from lightrl.rollout.mcp_tools import mcp_tools
 
+    now = [0.0]
+    monkeypatch.setattr("lightrl.rollout.mcp_tools.time", SimpleNamespace(monotonic=lambda: now[0]))
     program = tmp_path / "server.py"
     program.write_text(SERVER.read_text())
     box = ToolBox(mcp_tools(f"{sys.executable} {program}"), timeout_s=30, max_result_chars=400)
     program.unlink()
-    for name in ("leave", "burn"):
-        assert "does not answer" in asyncio.run(box.answer(ToolCall(name, {}))).text
-    assert caplog.text.count("has ended. It is started again.") == 1
+
+    def ask(name: str, **arguments: int) -> str:
+        return asyncio.run(box.answer(ToolCall(name, arguments))).text
+
+    for passed_s, num_tries in ((0.0, 1), (4.0, 1), (2.0, 2), (9.0, 2), (2.0, 3)):  # pauses of 5 and 10 s
+        now[0] += passed_s
+        assert "does not answer" in ask("burn" if num_tries > 1 else "leave")
+        assert caplog.text.count("has ended. It is started again.") == num_tries
+    program.write_text(SERVER.read_text())
+    now[0] += 20
+    assert ask("multiply", a=6, b=7) == "42"
+    assert "does not answer" not in ask("leave")  # the server is there again, and its next end is like its first
+    assert ask("multiply", a=6, b=7) == "42"
+
+
+def test_a_silent_server_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightrl.rollout.mcp_tools import mcp_tools
+
+    monkeypatch.setattr("lightrl.rollout.mcp_tools._START_S", 5.0)
+    program, started = tmp_path / "silent.py", tmp_path / "pid"
+    program.write_text(f"import os, time\nopen({str(started)!r}, 'w').write(str(os.getpid()))\ntime.sleep(300)")
+    with pytest.raises(ValueError, match="does not answer .TimeoutError"):
+        mcp_tools(f"{sys.executable} {program}")
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)
 
 
 PAGED = """
