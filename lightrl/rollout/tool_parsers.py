@@ -12,7 +12,7 @@ _KIMI = ("<|tool_call_begin|>", "<|tool_call_end|>")
 _DEEPSEEK = ("<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>")
 _LLAMA = ("<function=", "</function>")
 _MISTRAL_BEGIN = "[TOOL_CALLS]"  # has no end
-_THOUGHT_BEGIN, _THOUGHT_END = "<think>", "</think>"
+_THOUGHT, _MISTRAL_THOUGHT = ("<think>", "</think>"), ("[THINK]", "[/THINK]")
 _TAGS = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER_END = "</parameter>"
 _PARAMETER = re.compile(rf"<parameter=([^<>\n]+)>\n?(.*?)\n?{_PARAMETER_END}", re.DOTALL)
@@ -20,7 +20,7 @@ _ARGUMENT_END = "</arg_value>"
 _ARGUMENT = re.compile(rf"<arg_key>([^<>]+)</arg_key>\s*<arg_value>(.*?){_ARGUMENT_END}", re.DOTALL)
 _KIMI_ID, _KIMI_ARGUMENTS = re.compile(r"(?:functions\.)?([\w./-]+):\d+", re.ASCII), "<|tool_call_argument_begin|>"
 _DEEPSEEK_SEPARATOR, _DEEPSEEK_FENCE = "<\uff5ctool\u2581sep\uff5c>", "\n```json\n"
-_MISTRAL_HEAD = re.compile(r"\s*([^\s\[{]+)\s*(?:\[CALL_ID\](\w+)\s*)?(?:\[ARGS\]\s*)?")
+_MISTRAL_HEAD = re.compile(r"\s*(?:([^\s\[{]+)\s*(?:\[CALL_ID\](\w+)\s*)?(?:\[ARGS\]\s*)?)?")
 _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _LITERALS = {"True": True, "False": False, "None": None}  # as some policies write them
 _PYTHON = re.compile(r"```(?:python|py)[ \t]*\n(.*?)```", re.DOTALL)
@@ -40,32 +40,35 @@ class ToolCall(NamedTuple):
     id: str = ""  # by which the answer refers to the call, if the notation has the policy write one
 
 
-def hermes_calls(text: str) -> list[ToolCall]:
+class Found(NamedTuple):
+    """A place in a text that holds calls."""
+
+    start: int
+    stop: int
+    calls: list[ToolCall]
+
+
+def hermes_calls(text: str) -> list[Found]:
     """Finds calls like `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, the notation of Hermes and Qwen.
 
     What stands inside may also be `<function=add><parameter=a>1</parameter></function>`, as newer models of Qwen write.
     """
-    return [call_in(written) for written in split_hermes(text)[0]]
+    return _marked(text, _HERMES, _from_tags_or_json)
 
 
-def split_hermes(text: str) -> tuple[list[str], str]:
-    """Returns what stands in each `<tool_call>...</tool_call>` outside the turn's thoughts, and the text without these.
+def _marked(text: str, marks: tuple[str, str], read: Callable[[str], ToolCall]) -> list[Found]:
+    """Returns the calls between two marks outside the turn's thoughts.
 
     Behind the last end nothing is searched: a turn that only repeats the beginning would take seconds.
     """
-    return _split(text, _HERMES)
-
-
-def _split(text: str, marks: tuple[str, str]) -> tuple[list[str], str]:
     pattern, last = re.compile("{}(.*?){}".format(*map(re.escape, marks)), re.DOTALL), marks[1]
     begin, end = _thoughts(text, marks)
-    found, rests = [], []
-    for part in (text[:begin], text[end:]):
-        stop = part.rfind(last) + len(last)
-        searched = part[:stop] if stop >= len(last) else ""
-        found += pattern.findall(searched)
-        rests.append(pattern.sub("", searched) + part[len(searched) :])
-    return found, rests[0] + text[begin:end] + rests[1]
+    found = []
+    for low, high in ((0, begin), (end, len(text))):
+        stop = text.rfind(last, low, high) + len(last)
+        if stop >= low + len(last):
+            found += [Found(*match.span(), [read(match[1])]) for match in pattern.finditer(text, low, stop)]
+    return found
 
 
 def _thoughts(text: str, marks: tuple[str, str]) -> tuple[int, int]:
@@ -75,28 +78,42 @@ def _thoughts(text: str, marks: tuple[str, str]) -> tuple[int, int]:
     </think> too: then a call has begun before it, and ends behind it before another begins.
     """
     begin_mark, end_mark = marks
-    end = text.find(_THOUGHT_END) + len(_THOUGHT_END)
-    if end < len(_THOUGHT_END):
+    end = text.find(_THOUGHT[1]) + len(_THOUGHT[1])
+    if end < len(_THOUGHT[1]):
         return 0, 0
     has_begun = text.rfind(begin_mark, 0, end) > text.rfind(end_mark, 0, end)
     closed = text.find(end_mark, end)
     if has_begun and closed >= 0 and text.find(begin_mark, end, closed) < 0:
         return 0, 0
-    return max(text.find(_THOUGHT_BEGIN, 0, end), 0), end
+    return max(text.find(_THOUGHT[0], 0, end), 0), end
 
 
-def call_in(written: str) -> ToolCall:
-    """Reads what stands in `<tool_call>...</tool_call>`."""
+def _without_drafts(text: str, found: list[Found], marks: tuple[str, str] = _THOUGHT) -> list[Found]:
+    """Leaves out what was found in the turn's thoughts, as _thoughts() does for calls whose end has a mark."""
+    end = text.find(marks[1])
+    if end < 0 or any(item.start < end < item.stop for item in found):
+        return found
+    begin = max(text.find(marks[0], 0, end), 0)
+    return [item for item in found if not begin <= item.start < end]
+
+
+def _from_tags_or_json(written: str) -> ToolCall:
     return _from_tags(written) if written.lstrip().startswith("<function=") else _from_json(written)
 
 
-def json_calls(text: str) -> list[ToolCall]:
+def json_calls(text: str) -> list[Found]:
     """Finds JSON objects with a name and arguments or parameters, as Llama writes them; other JSON is plain text.
 
     One with arguments may stand in `{"type": "function", "function": ...}`; with parameters that describes a tool.
     """
-    found = map(_function_in, _json_objects(text))
-    return [_from_object(call, str(call)) for call in found if _is_call(call)]
+    values = [Found(start, stop, _calls_of(value)) for start, stop, value in _json_values(text)]
+    return _without_drafts(text, [item for item in values if item.calls])
+
+
+def _calls_of(value: Any) -> list[ToolCall]:
+    items = value if isinstance(value, list) else [value]
+    functions = [_function_in(item) for item in items if isinstance(item, dict)]
+    return [_from_object(call, str(call)) for call in functions if _is_call(call)]
 
 
 def _function_in(found: dict[str, Any]) -> dict[str, Any]:
@@ -108,42 +125,62 @@ def _is_call(found: Mapping[str, Any]) -> bool:
     return "name" in found and ("arguments" in found or "parameters" in found)
 
 
-def llama_calls(text: str) -> list[ToolCall]:
+def llama_calls(text: str) -> list[Found]:
     """Finds calls like `<function=add>{"a": 1}</function>`; a turn without one may write them as JSON objects."""
-    return [_from_function_tag(written) for written in _split(text, _LLAMA)[0]] or json_calls(text)
+    return _marked(text, _LLAMA, _from_function_tag) or json_calls(text)
 
 
-def glm_calls(text: str) -> list[ToolCall]:
+def glm_calls(text: str) -> list[Found]:
     """Finds calls like `<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>`."""
-    return [_from_argument_tags(written) for written in _split(text, _HERMES)[0]]
+    return _marked(text, _HERMES, _from_argument_tags)
 
 
-def kimi_calls(text: str) -> list[ToolCall]:
+def kimi_calls(text: str) -> list[Found]:
     """Finds calls like `functions.add:0` and `{"a": 1}` between the special tokens of Kimi K2."""
-    return [_from_kimi(written) for written in _split(text, _KIMI)[0]]
+    return _marked(text, _KIMI, _from_kimi)
 
 
-def deepseek_calls(text: str) -> list[ToolCall]:
+def deepseek_calls(text: str) -> list[Found]:
     """Finds calls between the tokens of DeepSeek, in the notation of V3 or of V3.1."""
-    return [_from_deepseek(written) for written in _split(text, _DEEPSEEK)[0]]
+    return _marked(text, _DEEPSEEK, _from_deepseek)
 
 
-def mistral_calls(text: str) -> list[ToolCall]:
+def mistral_calls(text: str) -> list[Found]:
     """Finds calls like `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]add[ARGS]{"a": 1}`."""
-    listed = text.split(_MISTRAL_BEGIN)[1:]
-    return [call for written in listed if written.strip() for call in _from_mistral(written)]
+    found, skipped, stop = [], 0, 0
+    thought = _MISTRAL_THOUGHT if _MISTRAL_THOUGHT[1] in text else _THOUGHT
+    whole = text
+    while (start := text.find(_MISTRAL_BEGIN, stop)) >= 0:
+        if start > _MAX_COUNTED:
+            text, skipped, start = text[start:], skipped + start, 0
+        calls, stop = _from_mistral(text, start + len(_MISTRAL_BEGIN))
+        found.append(Found(skipped + start, skipped + stop, calls))
+    return _without_drafts(whole, [item for item in found if item.calls], thought)
 
 
-def python_calls(text: str) -> list[ToolCall]:
+def python_calls(text: str) -> list[Found]:
     """Finds ```python blocks, each of which is a call of the tool `python` with that code."""
-    return [ToolCall("python", {"code": code}) for code in _PYTHON.findall(text)]
+    blocks = [Found(*match.span(), [ToolCall("python", {"code": match[1]})]) for match in _PYTHON.finditer(text)]
+    return _without_drafts(text, blocks)
 
 
 class Parser(NamedTuple):
     """Finds the calls of one notation."""
 
-    calls_in: Callable[[str], list[ToolCall]]
+    find: Callable[[str], list[Found]]
     has_special_tokens: bool = False  # whether special tokens mark the calls, so that they must stay in the text
+
+    def calls_in(self, text: str) -> list[ToolCall]:
+        """Returns the calls in a text."""
+        return self.split(text)[0]
+
+    def split(self, text: str) -> tuple[list[ToolCall], str]:
+        """Returns the calls in a text, and the text without them."""
+        places = self.find(text)
+        ends = [0, *(found.stop for found in places)]
+        starts = [*(found.start for found in places), len(text)]
+        rest = "".join(text[end:start] for end, start in zip(ends, starts, strict=True))
+        return [call for found in places for call in found.calls], rest
 
 
 PARSERS: dict[str, Parser] = {
@@ -212,7 +249,7 @@ def _from_argument_tags(written: str) -> ToolCall:
 
 def _texts(body: str, pattern: re.Pattern[str], mark: str) -> dict[str, Any] | None:
     """Returns the pairs of a name and a text, each ended by the mark; None if there is anything else."""
-    end = body.rfind(mark) + len(mark)  # behind it nothing is searched, as in split_hermes()
+    end = body.rfind(mark) + len(mark)  # behind it nothing is searched, as in _marked()
     if (pattern.sub("", body[:end]) + body[end:]).strip():
         return None
     return dict(pattern.findall(body, 0, end))
@@ -240,16 +277,27 @@ def _from_deepseek(written: str) -> ToolCall:
     return _from_named(name, block.rstrip().removesuffix("```"), written) if fence else _from_named(head, body, written)
 
 
-def _from_mistral(written: str) -> list[ToolCall]:
-    """Reads a list of objects, or as tokenizers since v11 have it `NAME[ARGS]{...}` or `NAME[CALL_ID]ID[ARGS]{...}`."""
-    head = _MISTRAL_HEAD.match(written)
+def _from_mistral(text: str, begin: int) -> tuple[list[ToolCall], int]:
+    """Reads a list of objects, or as tokenizers since v11 have it `NAME[ARGS]{...}` or `NAME[CALL_ID]ID[ARGS]{...}`.
+
+    Returns the calls, and where they end: their texts may hold the mark of calls. A bad call ends where it begins.
+    """
+    head = _MISTRAL_HEAD.match(text, begin)
+    assert head, "it matches no text, too"
     try:
-        value, _ = _DECODER.raw_decode(written if head else written.lstrip(), head.end() if head else 0)
+        value, stop = _DECODER.raw_decode(text, head.end())
     except (ValueError, RecursionError) as error:
-        return [bad_call(written, error)]
-    if head:
+        following = text.find(_MISTRAL_BEGIN, begin)
+        written = text[begin : following if following >= 0 else len(text)]
+        told = (
+            json.JSONDecodeError(error.msg, written, error.pos - begin)
+            if isinstance(error, json.JSONDecodeError)
+            else error
+        )
+        return ([bad_call(written, told)] if written.strip() else []), begin
+    if head[1]:
         value = {"name": head[1], "arguments": value, "id": head[2]}
-    return [_with_mistral_id(item) for item in (value if isinstance(value, list) else [value])]
+    return [_with_mistral_id(item) for item in (value if isinstance(value, list) else [value])], stop
 
 
 def _with_mistral_id(item: Any) -> ToolCall:
@@ -283,20 +331,21 @@ def _from_object(wanted: Any, written: str) -> ToolCall:
     return ToolCall(name, arguments)
 
 
-def _json_objects(text: str) -> Iterator[dict[str, Any]]:
-    """Returns the outermost JSON objects of a text, including those in outermost lists."""
-    index = 0
+def _json_values(text: str) -> Iterator[tuple[int, int, Any]]:
+    """Yields the outermost JSON objects and lists of a text, with where they begin and end."""
+    skipped = index = 0
     while (index := _next_opening(text, index)) < len(text):
         if index > _MAX_COUNTED:
-            text, index = text[index:], 0
+            text, skipped, index = text[index:], skipped + index, 0
         try:
-            found, index = _DECODER.raw_decode(text, index)
+            value, stop = _DECODER.raw_decode(text, index)
         except RecursionError:  # a turn that only opens brackets; a search from each would take seconds
             return
         except ValueError:
             index += 1
             continue
-        yield from (item for item in (found if isinstance(found, list) else [found]) if isinstance(item, dict))
+        yield skipped + index, skipped + stop, value
+        index = stop
 
 
 def _next_opening(text: str, start: int) -> int:

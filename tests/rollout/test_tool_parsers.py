@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
@@ -10,13 +11,10 @@ import pytest
 from lightrl.rollout.tool_parsers import (
     PARSERS,
     ToolCall,
-    hermes_calls,
-    json_calls,
-    python_calls,
-    split_hermes,
     typed_arguments,
 )
 
+hermes_calls, json_calls, python_calls = (PARSERS[name].calls_in for name in ("hermes", "json", "python"))
 ADD = {"a": 1, "b": [2]}
 WRITTEN = '{"name": "add", "arguments": {"a": 1, "b": [2]}}'
 
@@ -25,21 +23,80 @@ def test_hermes() -> None:
     text = f'So: <tool_call>\n{WRITTEN}\n</tool_call><tool_call>{{"name": "now"}}</tool_call> {WRITTEN}'
     assert hermes_calls(text) == [ToolCall("add", ADD), ToolCall("now", {})]
     assert hermes_calls("<tool_call>no end") == []
-    assert split_hermes("a<tool_call>b</tool_call>c<tool_call>d") == (["b"], "ac<tool_call>d")
 
 
-def test_calls_in_thoughts_are_drafts() -> None:
-    call = f"<tool_call>{WRITTEN}</tool_call>"
-    for thought in ("<think>I could write {}, or not.</think>", "{}</think>", "<think>By <tool_call> it is.</think>"):
-        before = f"{thought.format(call)}Now "
-        assert split_hermes(f"{before}{call}.{call}") == ([WRITTEN, WRITTEN], f"{before}.")
-        assert split_hermes(before) == ([], before)
-        assert split_hermes(f"{before}{call}<think>") == ([WRITTEN], f"{before}<think>")
-    assert split_hermes(f"a{call}b<think>{call}</think>c{call}d") == ([WRITTEN, WRITTEN], f"ab<think>{call}</think>cd")
-    said = '{"name": "say", "arguments": {"text": "a</think>b"}}'
-    assert split_hermes(f"<tool_call>{said}</tool_call>") == ([said], "")
-    unfinished = f"<think>{call}"  # cut off, or a template's own way to call
-    assert split_hermes(unfinished) == ([WRITTEN], "<think>")
+@pytest.mark.parametrize(
+    ("parser", "write"),
+    [
+        ("hermes", "<tool_call>{}</tool_call>"),
+        ("json", "{}"),
+        ("llama", "{}"),
+        ("mistral", "[TOOL_CALLS][{}]"),
+        ("python", "```python\n{}```"),
+    ],
+)
+def test_calls_in_thoughts_are_drafts(parser: str, write: str) -> None:
+    calls_in = PARSERS[parser].calls_in
+    call, said = (
+        write.replace("{}", WRITTEN),
+        write.replace("{}", '{"name": "say", "arguments": {"text": "a</think>b"}}'),
+    )
+    one, many = calls_in(call), calls_in(f"{call} {call}")
+    assert (len(one), len(many)) == (1, 2)
+    assert not any(found.problem for found in many)
+    for thought in ("<think>I could write {}, or not.</think>", "{}</think>", f"<think>By {write[:9]} it is.</think>"):
+        before = f"{thought.replace('{}', call)}Now "
+        assert calls_in(before) == []
+        assert calls_in(f"{before}{call}.{call}") == many
+        assert calls_in(f"{before}{call}<think>") == one
+    assert calls_in(f"a{call}b<think>{call}</think>c{call}d") == many
+    assert len(calls_in(f"{call} {said}")) == 2  # a text with </think> in it
+    assert calls_in(f"<think>{call}") == one  # cut off, or a template's own way to call
+
+
+def test_drafts_in_the_thoughts_of_mistral() -> None:
+    call = f"[TOOL_CALLS][{WRITTEN}]"
+    assert PARSERS["mistral"].calls_in(f"[THINK]{call} or </think>?[/THINK]So{call}") == [ToolCall("add", ADD)]
+
+
+def test_a_text_of_mistral_may_hold_the_mark_of_calls() -> None:
+    said = {"text": "write [TOOL_CALLS] first"}
+    for written in (f"say[ARGS]{json.dumps(said)}", f'[{{"name": "say", "arguments": {json.dumps(said)}}}]'):
+        text = f"[TOOL_CALLS]{written}[TOOL_CALLS]now[ARGS]{{}}"
+        assert PARSERS["mistral"].calls_in(text) == [ToolCall("say", said), ToolCall("now", {})]
+    broken, now = PARSERS["mistral"].calls_in('[TOOL_CALLS]say[ARGS]{"a" 1}[TOOL_CALLS]now[ARGS]{}')
+    assert broken.problem.endswith(
+        "say[ARGS]{\"a\" 1} (JSONDecodeError: Expecting ':' delimiter: line 1 column 15 (char 14))"
+    )
+    assert now == ToolCall("now", {})
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "rest"),
+    [
+        (
+            "hermes",
+            f"a<tool_call>{WRITTEN}</tool_call>b<tool_call>{WRITTEN}</tool_call>c<tool_call>d",
+            "abc<tool_call>d",
+        ),
+        ("hermes", f"<think><tool_call>{WRITTEN}</tool_call></think>", None),
+        ("json", f'a {WRITTEN} b [1] c [{WRITTEN}, {{"x": 1}}]', "a  b [1] c "),
+        ("json", f"{'x [' * 3_000}{WRITTEN}y{WRITTEN}", f"{'x [' * 3_000}y"),
+        ("llama", "a<function=now></function>b", "ab"),
+        ("python", "a\n```python\n1```b", "a\nb"),
+        ("mistral", f"a[TOOL_CALLS][{WRITTEN}]b[TOOL_CALLS]now{{}}</s>", "ab</s>"),
+        (
+            "mistral",
+            f"{'x ' * 3_000}[TOOL_CALLS][{WRITTEN}]{'y ' * 3_000}[TOOL_CALLS]now{{}}",
+            "x " * 3_000 + "y " * 3_000,
+        ),
+    ],
+)
+def test_what_is_left_of_a_text_without_its_calls(parser: str, text: str, rest: str | None) -> None:
+    calls, left = PARSERS[parser].split(text)
+    assert left == (text if rest is None else rest)
+    assert calls == PARSERS[parser].calls_in(text)
+    assert bool(calls) is (rest is not None)
 
 
 def tags(inside: str) -> str:
@@ -253,7 +310,14 @@ def test_a_call_without_its_end_is_a_text(parser: str) -> None:
     ],
 )
 def test_a_turn_that_repeats_an_opener_is_read_at_once(parser: str, around: str) -> None:
-    for opener in ("[TOOL_CALLS]a", "<function=a>", "<arg_key>a</arg_key><arg_value>", KIMI[:19], deepseek(KIMI[:19])):
+    for opener in (
+        "[TOOL_CALLS]a",
+        '[TOOL_CALLS]a{"',
+        "<function=a>",
+        "<arg_key>a</arg_key><arg_value>",
+        KIMI[:19],
+        deepseek(KIMI[:19]),
+    ):
         for text in (opener * 100_000, around.replace("{}", opener * 100_000)):
             began = time.process_time()
             PARSERS[parser].calls_in(text)

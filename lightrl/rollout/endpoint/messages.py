@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightrl.rollout.endpoint.errors import RequestError
-from lightrl.rollout.tool_parsers import ToolCall, call_in, split_hermes, typed_arguments
+from lightrl.rollout.tool_parsers import PARSERS, ToolCall, typed_arguments
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -107,8 +107,7 @@ def answer_message(text: str, *, call_ids: str, tools: Sequence[Any]) -> dict[st
         call_ids: A text that no other answer has, from which the ids of its tool calls are made.
         tools: Those of the request; without tools a call is just text.
     """
-    found, rest = split_hermes(text) if tools else ([], text)
-    calls = list(map(call_in, found))
+    calls, rest = PARSERS["hermes"].split(text) if tools else ([], text)
     if not calls or any(call.problem for call in calls):  # the agent should see calls that cannot be parsed
         return {"role": "assistant", "content": text}
     content = rest.strip()
