@@ -7,9 +7,13 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from lightrl.rollout.episode import Turn
+
 _HERMES = ("<tool_call>", "</tool_call>")
 _KIMI = ("<|tool_call_begin|>", "<|tool_call_end|>")
 _DEEPSEEK = ("<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u2581end\uff5c>")
+_KIMI_SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+_DEEPSEEK_SECTION = ("<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>")
 _LLAMA = ("<function=", "</function>")
 _MISTRAL_BEGIN = "[TOOL_CALLS]"  # has no end
 _THOUGHT, _MISTRAL_THOUGHT = ("<think>", "</think>"), ("[THINK]", "[/THINK]")
@@ -169,6 +173,13 @@ class Parser(NamedTuple):
 
     find: Callable[[str], list[Found]]
     has_special_tokens: bool = False  # whether special tokens mark the calls, so that they must stay in the text
+    section: tuple[str, ...] = ()  # marks around all calls of a turn
+
+    def text_of(self, turn: Turn, tokenizer: Any) -> str:
+        """Returns the text of a turn in which the calls can be found."""
+        if not self.has_special_tokens:
+            return turn.text
+        return str(tokenizer.decode(list(turn.token_ids), skip_special_tokens=False))
 
     def calls_in(self, text: str) -> list[ToolCall]:
         """Returns the calls in a text."""
@@ -180,6 +191,8 @@ class Parser(NamedTuple):
         ends = [0, *(found.stop for found in places)]
         starts = [*(found.start for found in places), len(text)]
         rest = "".join(text[end:start] for end, start in zip(ends, starts, strict=True))
+        for mark in self.section:
+            rest = rest.replace(mark, "")
         return [call for found in places for call in found.calls], rest
 
 
@@ -189,10 +202,17 @@ PARSERS: dict[str, Parser] = {
     "python": Parser(python_calls),
     "llama": Parser(llama_calls),
     "mistral": Parser(mistral_calls, has_special_tokens=True),
-    "deepseek": Parser(deepseek_calls, has_special_tokens=True),
-    "kimi": Parser(kimi_calls, has_special_tokens=True),
+    "deepseek": Parser(deepseek_calls, has_special_tokens=True, section=_DEEPSEEK_SECTION),
+    "kimi": Parser(kimi_calls, has_special_tokens=True, section=_KIMI_SECTION),
     "glm": Parser(glm_calls, has_special_tokens=True),
 }
+
+
+def parser_named(name: str) -> Parser:
+    """Returns the parser of a notation; raises ValueError for an unknown one."""
+    if name not in PARSERS:
+        raise ValueError(f"Unknown parser {name!r}. Choose one of {', '.join(PARSERS)}.")
+    return PARSERS[name]
 
 
 def typed_arguments(call: ToolCall, description: Any) -> dict[str, Any]:

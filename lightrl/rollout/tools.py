@@ -10,9 +10,9 @@ from typing import Any
 from lightrl.imports import load_object
 from lightrl.records import Prompt
 from lightrl.rollout.client import EngineClient, chat_text, text_behind_answer
-from lightrl.rollout.episode import Episode, Turn
+from lightrl.rollout.episode import Episode
 from lightrl.rollout.tool_calls import ToolAnswer, ToolBox, load_tool
-from lightrl.rollout.tool_parsers import PARSERS, ToolCall
+from lightrl.rollout.tool_parsers import ToolCall, parser_named
 from lightrl.rollout.workflow import Workflow
 
 logger = logging.getLogger(__name__)
@@ -41,9 +41,7 @@ class ToolWorkflow(Workflow):
         """
         if not timeout_s > 0 or max_result_chars < 1:
             raise ValueError(f"timeout_s is {timeout_s} and max_result_chars {max_result_chars}: both must be above 0.")
-        if parser not in PARSERS:
-            raise ValueError(f"Unknown parser {parser!r}. Choose one of {', '.join(PARSERS)}.")
-        self._parser = PARSERS[parser]
+        self._parser = parser_named(parser)
         made = [load_tool(name) for name in ([tools] if isinstance(tools, str) else tools)]
         for command in [mcp] if isinstance(mcp, str) and mcp else mcp:
             made += load_object(_MCP, builtin={}, what="adapter", example="")(command)
@@ -67,7 +65,7 @@ class ToolWorkflow(Workflow):
         for num_turns in range(1, engine.limits.max_turns + 1):
             turn = await engine.generate(episode.ids)
             episode.say(turn)
-            calls = self._parser.calls_in(self._text_of(turn, engine))
+            calls = self._parser.calls_in(self._parser.text_of(turn, engine.tokenizer))
             if not calls:
                 break
             if num_turns == engine.limits.max_turns:
@@ -79,11 +77,6 @@ class ToolWorkflow(Workflow):
                 break
             episode.hear(heard)
         return episode
-
-    def _text_of(self, turn: Turn, engine: EngineClient) -> str:
-        if not self._parser.has_special_tokens:
-            return turn.text
-        return str(engine.tokenizer.decode(list(turn.token_ids), skip_special_tokens=False))
 
     async def _answers(self, calls: Sequence[ToolCall], episode: Episode) -> list[dict[str, str]]:
         """Runs the calls of a turn concurrently; returns the messages that answer them, in order."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightrl.rollout.endpoint.errors import RequestError
-from lightrl.rollout.tool_parsers import PARSERS, ToolCall, typed_arguments
+from lightrl.rollout.tool_parsers import PARSERS, Parser, ToolCall, typed_arguments
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -99,23 +99,40 @@ def _digest(before: bytes, value: Any) -> bytes:
     return hashlib.blake2b(before + text.encode(), digest_size=16).digest()
 
 
-def answer_message(text: str, *, call_ids: str, tools: Sequence[Any]) -> dict[str, Any]:
+def answer_message(
+    text: str, *, call_ids: str, tools: Sequence[Any], parser: Parser = PARSERS["hermes"], special: Sequence[str] = ()
+) -> dict[str, Any]:
     """Returns the policy's message; tool calls that can be parsed are in tool_calls and not in the content.
 
     Args:
         text: What the policy said.
         call_ids: A text that no other answer has, from which the ids of its tool calls are made.
         tools: Those of the request; without tools a call is just text.
+        parser: Finds the calls.
+        special: Texts of special tokens, which may mark calls and are left out of the content.
     """
-    calls, rest = PARSERS["hermes"].split(text) if tools else ([], text)
+    calls, rest = parser.split(text) if tools else ([], text)
     if not calls or any(call.problem for call in calls):  # the agent should see calls that cannot be parsed
-        return {"role": "assistant", "content": text}
-    content = rest.strip()
+        return {"role": "assistant", "content": _without(special, text)}
+    content = _without(special, rest).strip()
+    has_ids = len({call.id for call in calls if call.id}) == len(
+        calls
+    )  # such as Kimi K2 writes, and its template reads
     listed = [
-        {"id": _call_id(call_ids, index), "type": "function", "function": _function(call, tools)}
+        {
+            "id": call.id if has_ids else _call_id(call_ids, index),
+            "type": "function",
+            "function": _function(call, tools),
+        }
         for index, call in enumerate(calls)
     ]
     return {"role": "assistant", "content": content or None, "tool_calls": listed}
+
+
+def _without(special: Sequence[str], text: str) -> str:
+    for mark in special:
+        text = text.replace(mark, "")
+    return text
 
 
 def _call_id(call_ids: str, index: int) -> str:

@@ -24,6 +24,7 @@ from lightrl.rollout.client import EngineClient
 from lightrl.rollout.endpoint import requests
 from lightrl.rollout.endpoint.errors import RequestError, asleep, ended
 from lightrl.rollout.endpoint.session import Session, Wish
+from lightrl.rollout.tool_parsers import parser_named
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 _KEY_PREFIX = "lightrl-episode-"
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _POLL_S = 0.05
-ENDPOINT_OPTIONS = ("model", "host", "port", "api_key_env", "wait_s", "max_body_mb")
+ENDPOINT_OPTIONS = ("model", "host", "port", "api_key_env", "wait_s", "max_body_mb", "tool_parser")
 
 Handler = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
 
@@ -50,6 +51,7 @@ class Endpoint:
         api_key_env: str = "",
         wait_s: float = 60.0,
         max_body_mb: float = 32.0,
+        tool_parser: str = "hermes",
     ) -> None:
         """Checks the settings; start() opens the port.
 
@@ -60,6 +62,7 @@ class Endpoint:
             api_key_env: Environment variable with the key for requests that belong to no episode.
             wait_s: How long a request waits for a sleeping engine before the client is told to retry.
             max_body_mb: Largest body of a request.
+            tool_parser: Notation in which the policy writes tool calls, a name in PARSERS.
         """
         require_aiohttp()
         self.model = model
@@ -76,6 +79,7 @@ class Endpoint:
                 "more, max_body_mb above 0."
             )
         self.wait_s = wait_s
+        self._parser = parser_named(tool_parser)
         self._max_body = int(max_body_mb * 1e6)
         self._sessions: dict[str, Session] = {}
         self._aliases: dict[str, str] = {}  # keys of episodes, by the X-Session-ID of requests with the shared key
@@ -100,7 +104,7 @@ class Endpoint:
     def open(self, engine: EngineClient, task: Prompt, driver_loop: asyncio.AbstractEventLoop) -> tuple[str, Session]:
         """Begins an episode; returns the key for its calls."""
         key = _KEY_PREFIX + secrets.token_urlsafe(24)
-        session = Session(engine, driver_loop, task, wait_s=self.wait_s)
+        session = Session(engine, driver_loop, task, wait_s=self.wait_s, parser=self._parser)
         self._sessions[key] = self._newest = session
         self._max_model_len = engine.limits.max_tokens
         self._others = tuple(name for name in engine.adapters if name != POLICY)

@@ -20,6 +20,7 @@ from lightrl.rollout.endpoint.conversations import Call, Conversations
 from lightrl.rollout.endpoint.errors import RequestError, asleep, ended
 from lightrl.rollout.endpoint.messages import answer_message, checked_messages, cut_before_stop, histories
 from lightrl.rollout.episode import Episode, Turn
+from lightrl.rollout.tool_parsers import PARSERS, Parser
 
 _POLL_S = 0.02
 
@@ -54,7 +55,13 @@ class Session:
     """An episode whose turns are requests. Its methods run in the endpoint's loop, the engine in the driver's."""
 
     def __init__(
-        self, engine: EngineClient, driver_loop: asyncio.AbstractEventLoop, task: Prompt | None, *, wait_s: float
+        self,
+        engine: EngineClient,
+        driver_loop: asyncio.AbstractEventLoop,
+        task: Prompt | None,
+        *,
+        wait_s: float,
+        parser: Parser = PARSERS["hermes"],
     ) -> None:
         """Begins with the prompt of the episode as its task; None makes an unrecorded session for a visitor."""
         self.engine = engine
@@ -64,6 +71,7 @@ class Session:
         self._driver_loop = driver_loop
         self._context = copy_context()  # of the episode, with its journal; requests run in another context
         self._wait_s = wait_s
+        self._parser = parser
         # A visitor has a session for each request, and the ids of its tool calls must differ all the same.
         self._call_ids = "" if task is not None else secrets.token_hex(6)
         self._num_answers: Counter[tuple[tuple[int, ...], str]] = Counter()
@@ -77,7 +85,7 @@ class Session:
 
     def for_visitor(self) -> Session:
         """Returns a session for requests that belong to no episode and are not recorded."""
-        return Session(self.engine, self._driver_loop, None, wait_s=self._wait_s)
+        return Session(self.engine, self._driver_loop, None, wait_s=self._wait_s, parser=self._parser)
 
     def close(self) -> None:
         """Ends the episode: running requests are aborted, and later calls are refused."""
@@ -101,14 +109,21 @@ class Session:
         replies = []
         for turn in turns:
             call = self._record(prompt_ids, turn, parent, wish)
-            text = cut_before_stop(turn.text, wish.stop)
-            message = answer_message(text, call_ids=self._next_ids(prompt_ids, wish.adapter), tools=tools)
+            message = self._message(turn, tools, wish, self._next_ids(prompt_ids, wish.adapter))
             resent = checked_messages([message])  # as the client will send it with its next request
             if wish.adapter == POLICY:
                 self.conversations.remember(call, histories([*messages, *resent], tools)[-1])
             reason = "tool_calls" if "tool_calls" in message else _finish_reason(turn)
             replies.append(Reply(call=call, message=message, finish_reason=reason))
         return replies
+
+    def _message(self, turn: Turn, tools: Sequence[dict[str, Any]], wish: Wish, call_ids: str) -> dict[str, Any]:
+        text, special = turn.text, list[str]()
+        if tools and self._parser.has_special_tokens:
+            text = self._parser.text_of(turn, self.engine.tokenizer)
+            special = _special_texts(turn, self.engine.tokenizer)
+        text = cut_before_stop(text, wish.stop)
+        return answer_message(text, call_ids=call_ids, tools=tools, parser=self._parser, special=special)
 
     async def complete(self, prompt_ids: Sequence[int], wish: Wish) -> list[Reply]:
         """Answers a request that continues tokens."""
@@ -242,6 +257,12 @@ def _plain(task: Prompt) -> list[dict[str, Any]]:
     if tools_of(task.fields) or not all(isinstance(message.get("content"), str) for message in task.messages):
         return []
     return [{"role": message["role"], "content": message["content"]} for message in task.messages]
+
+
+def _special_texts(turn: Turn, tokenizer: Any) -> list[str]:
+    """Returns the texts of the special tokens in a turn."""
+    tokens = [token for token in sorted(set(turn.token_ids)) if not tokenizer.decode([token], skip_special_tokens=True)]
+    return [text for token in tokens if (text := tokenizer.decode([token], skip_special_tokens=False))]
 
 
 def _finish_reason(turn: Turn) -> str:

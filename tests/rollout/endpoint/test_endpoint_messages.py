@@ -8,6 +8,7 @@ import pytest
 
 from lightrl.rollout.endpoint.errors import RequestError
 from lightrl.rollout.endpoint.messages import answer_message, checked_messages, cut_before_stop, histories
+from lightrl.rollout.tool_parsers import PARSERS
 
 TOOL = {
     "type": "function",
@@ -110,3 +111,51 @@ def test_a_call_in_tags_has_the_types_of_the_request() -> None:
     assert unknown["function"] == {"name": "g", "arguments": '{"a": 1, "b": 2}'}
     cut = written.replace("</function>", "")
     assert answer_message(cut, call_ids="c", tools=[TOOL]) == {"role": "assistant", "content": cut}
+
+
+OPEN, SHUT = "<\uff5ctool\u2581call\u2581", "\uff5c>"  # the beginning and the end of DeepSeek's tokens
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "content"),
+    [
+        ("json", 'So {"name": "f", "arguments": {"a": 1}}', "So"),
+        ("llama", '<function=f>{"a": 1}</function>', None),
+        ("llama", '{"name": "f", "parameters": {"a": 1}}', None),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"a": 1}</s>', None),
+        ("mistral", 'So[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]</s>', "So"),
+        (
+            "glm",
+            "<think>f?</think>\n<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>",
+            "<think>f?</think>",
+        ),
+        (
+            "kimi",
+            "So<|tool_calls_section_begin|><|tool_call_begin|>functions.f:3<|tool_call_argument_begin|>"
+            '{"a": 1}<|tool_call_end|><|tool_calls_section_end|>',
+            "So",
+        ),
+        (
+            "deepseek",
+            f'{OPEN.replace("call", "calls")}begin{SHUT}{OPEN}begin{SHUT}f<\uff5ctool\u2581sep{SHUT}{{"a": 1}}'
+            f"{OPEN}end{SHUT}{OPEN.replace('call', 'calls')}end{SHUT}</s>",
+            None,
+        ),
+    ],
+)
+def test_calls_are_read_in_the_notation_of_the_model(parser: str, text: str, content: str | None) -> None:
+    settings: Any = {"call_ids": "c", "parser": PARSERS[parser], "special": ["[TOOL_CALLS]", "[ARGS]", "</s>"]}
+    said = answer_message(text, tools=[TOOL], **settings)
+    assert said["content"] == content
+    (call,) = said["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
+    assert call["id"] == ("functions.f:3" if parser == "kimi" else "L5KKUC6SA")  # Kimi K2 writes ids itself
+    without = answer_message(text, tools=[], **settings)["content"]
+    assert without == text.replace("[TOOL_CALLS]", "").replace("[ARGS]", "").replace("</s>", "")
+    assert answer_message(text.replace("1", "{"), tools=[TOOL], **settings).get("tool_calls") is None or parser == "glm"
+
+
+def test_an_id_that_a_policy_writes_twice_is_not_taken_over() -> None:
+    written = "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    said = answer_message(written * 2, call_ids="c", tools=[TOOL], parser=PARSERS["kimi"])
+    assert len({call["id"] for call in said["tool_calls"]}) == 2

@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 import openai
 import pytest
-from endpoint_scripts import TOKENIZER, RandomAgent, ScriptedDriver, client_of, task_of, trained_turns
+from endpoint_scripts import TOKENIZER, TOOLS, RandomAgent, ScriptedDriver, client_of, task_of, trained_turns
 
 from lightrl.rollout.endpoint.errors import RequestError
 from lightrl.rollout.endpoint.server import Endpoint, require_aiohttp
@@ -115,6 +115,32 @@ def test_openais_client_reads_answers_streams_and_errors(endpoint: Endpoint) -> 
         await client.close()
 
     play(endpoint, script, max_tokens=200)
+
+
+def test_tool_calls_are_read_in_the_notation_of_the_option() -> None:
+    driver = ScriptedDriver(TOKENIZER)
+    driver._call = TOKENIZER('<function=add>{"a": 1}</function>')["input_ids"]
+    made = Endpoint(tool_parser="llama")
+    made.start()
+
+    async def script(http: aiohttp.ClientSession, key: str, base_url: str) -> None:
+        client = openai.AsyncOpenAI(base_url=base_url, api_key=key, max_retries=0)
+        asked: dict[str, Any] = {"model": "policy", "tools": TOOLS}
+        calls, streamed = [], []
+        for text in map(str, range(40)):
+            asked["messages"] = [{"role": "user", "content": text}]
+            calls += (await client.chat.completions.create(**asked)).choices[0].message.tool_calls or []
+            async for chunk in await client.chat.completions.create(**asked, stream=True):
+                streamed += chunk.choices[0].delta.tool_calls or []
+        for found in (calls, streamed):
+            assert found
+            assert all((call.function.name, call.function.arguments) == ("add", '{"a": 1}') for call in found)
+        await client.close()
+
+    play(made, script, driver)
+    made.stop()
+    with pytest.raises(ValueError, match="Unknown parser 'yaml'. Choose one of hermes, json"):
+        Endpoint(tool_parser="yaml")
 
 
 def test_a_model_that_is_an_adapter_of_the_run_speaks_for_itself(endpoint: Endpoint) -> None:

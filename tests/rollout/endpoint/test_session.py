@@ -5,11 +5,22 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from endpoint_scripts import TOKENIZER, TOOLS, ScriptedDriver, client_of, converse, session_callers, task_of
+from endpoint_scripts import (
+    TOKENIZER,
+    TOOLS,
+    ScriptedDriver,
+    ambiguous_tokenizer,
+    client_of,
+    converse,
+    session_callers,
+    task_of,
+)
+from tokenizers import AddedToken
 
 from lightrl.data.prompts import build_prompts
 from lightrl.rollout.endpoint.errors import RequestError
 from lightrl.rollout.endpoint.session import Session, Wish
+from lightrl.rollout.tool_parsers import PARSERS
 
 
 def test_trained_tokens_are_the_engines_in_random_conversations() -> None:
@@ -87,6 +98,30 @@ def test_a_tool_call_and_its_answer_go_on_from_the_engines_tokens() -> None:
         # without the tools the same messages are another prompt
         await chat({"messages": [*messages, message, tool]})
         assert made.conversations.calls[-1].parent is None
+
+    asyncio.run(run())
+
+
+def test_calls_that_special_tokens_mark_are_found() -> None:
+    tokenizer = ambiguous_tokenizer()
+    tokenizer.add_tokens([AddedToken(mark, special=True) for mark in ("[TOOL_CALLS]", "[ARGS]")], special_tokens=True)
+
+    async def run() -> None:
+        driver = ScriptedDriver(tokenizer)
+        driver._call = tokenizer('[TOOL_CALLS]add[ARGS]{"a": 1}')["input_ids"]
+        settings = {"wait_s": 0, "parser": PARSERS["mistral"]}
+        made = Session(client_of(driver, tokenizer), asyncio.get_running_loop(), task_of(tokenizer), **settings)
+        for speaker in (made, made.for_visitor()):
+            chat, _ = session_callers(speaker, tokenizer)
+            for tools in (TOOLS, []):
+                found = []
+                for text in map(str, range(40)):
+                    answer = await chat({"messages": [{"role": "user", "content": text}], "tools": tools})
+                    (choice,) = answer["choices"]
+                    assert not set("[]<") & set(choice["message"]["content"] or "")
+                    found += choice["message"].get("tool_calls", [])
+                assert bool(found) is bool(tools)
+                assert all(call["function"] == {"name": "add", "arguments": '{"a": 1}'} for call in found)
 
     asyncio.run(run())
 
