@@ -13,7 +13,8 @@ class HealthConfig:
 
     max_bad_steps: int = option(0, at_least=0)
     """Stop after this many bad steps in a row. A step is bad if an update was skipped, a metric is not finite, or a
-    limit of --health.* is passed. GRPO and PPO keep the last batch for `lightrl replay`. 0: warn and go on."""
+    limit of --health.* is passed. GRPO and PPO keep the last batch for `lightrl replay`. 0: warn and go on, but
+    stop after 10 steps in a row of which a workflow rejected every sample."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -19,6 +19,8 @@ from lightrl.trainers.observer import Observer
 logger = logging.getLogger(__name__)
 
 _PASSED_STEPS = 10  # steps without a warning, after which the same one is given again
+_MOST_WITHOUT_SAMPLES = 10  # steps; weights that nothing trains will hardly make a workflow accept what it rejects
+_REJECTED = "episode/filtered"
 
 
 class UnhealthyRunError(RankError):
@@ -31,8 +33,8 @@ _FINITE = ("loss", "grad_norm", "kl", "entropy", "reward/mean", "ratio/mean", "m
 _NONE_LEFT = {  # why a step may have no reward at all, by the metric that counts it
     "reward/failures": "no sample has a reward: {:.0f} rewards failed. Look at the first failures, which are logged "
     "above.",
-    "episode/filtered": "no sample is left to learn from: the workflow rejected {:.0f} of them by returning None. Let "
-    "it reject fewer, and let --health.max_bad_steps end such a run.",
+    _REJECTED: "no sample is left to learn from: the workflow rejected {:.0f} of them by returning None. Let it reject "
+    f"fewer: {_MOST_WITHOUT_SAMPLES} such steps in a row, or --health.max_bad_steps, end the run.",
     "rollout/filtered": "no group is left to learn from: --rollout.filter rejected {:.0f} of them. Let it reject "
     "fewer, and let --health.max_bad_steps end such a run.",
 }
@@ -138,6 +140,7 @@ class BadSteps(Observer):
         self._trainer = trainer
         self._found: Mapping[str, str] = {}  # in the last step
         self._last_seen: dict[str, int] = {}  # step of each kind
+        self._empty_steps: list[int] = []  # the latest in a row of which the workflow rejected every sample
         self._groups: Sequence[ScoredGroup] | None = None  # of the last step, if it was told of them
 
     def see(self, metrics: Mapping[str, float]) -> None:
@@ -148,6 +151,8 @@ class BadSteps(Observer):
             self._warn()
         if limits.max_bad_steps:
             self._count(limits.max_bad_steps)
+        elif _REJECTED in self._found:
+            self._require_samples(self._trainer.step_index)
 
     def _warn(self) -> None:
         step = self._trainer.step_index
@@ -161,6 +166,18 @@ class BadSteps(Observer):
         self.count = self.count + 1 if self._found else 0
         if self._trainer.strategy.comm.any(self.count >= allowed):
             self._stop()
+
+    def _require_samples(self, step: int) -> None:
+        self._empty_steps = [*(self._empty_steps if self._empty_steps[-1:] == [step - 1] else []), step]
+        if len(self._empty_steps) >= _MOST_WITHOUT_SAMPLES:
+            told = (
+                f"The workflow has left no sample in {_MOST_WITHOUT_SAMPLES} steps in a row, so nothing was trained: "
+                "it rejected all by returning None. Let it reject fewer, or allow more such steps by "
+                "--health.max_bad_steps."
+            )
+            raise UnhealthyRunError(
+                told if self._trainer.strategy.comm.is_main else "the run was stopped; rank 0 says why"
+            )
 
     def after_rollouts(self, groups: Sequence[ScoredGroup]) -> None:
         """Keeps the groups that the trainer learns from, as they may be the last batch before the run stops."""

@@ -80,6 +80,20 @@ class Moody(Workflow):
         return episode
 
 
+class Picky(Workflow):
+    """Rejects every sample in the episodes of its first `num_steps` steps."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.num_steps = num_steps
+
+    async def arun_episode(self, engine, data):
+        if engine.version < self.num_steps:
+            return None
+        episode = Episode(data.token_ids)
+        episode.say(await engine.generate(episode.ids))
+        return episode
+
+
 class Broken(Workflow):
     """Fails always."""
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightrl.comm import Comm
-from lightrl.config import DynamicSamplingConfig, EvalConfig, GRPOConfig
+from lightrl.config import DynamicSamplingConfig, EvalConfig, GRPOConfig, WorkflowConfig
 from lightrl.config.health_section import GroupHealthConfig
 from lightrl.trainers.grpo import GRPOTrainer
 from lightrl.trainers.health import BadSteps, UnhealthyRunError, batches_of, findings
@@ -171,6 +171,29 @@ def test_a_planted_fault_stops_the_run(
     assert f"`lightrl replay {tmp_path / 'run'} --step 2` repeats it" in str(error.value)
     assert (batches_of(tmp_path / "run") / "step-000002" / "rank-0-of-1.jsonl").exists()
     assert [row["step"] for row in trainer.folder.metrics()] == [1, 2]
+
+
+def rejecting(num_steps: int) -> WorkflowConfig:
+    return WorkflowConfig(workflow="tests.programs.episodes:Picky", workflow_args=(f"num_steps={num_steps}",))
+
+
+def test_a_run_whose_workflow_rejects_every_sample_ends(train: Callable[..., GRPOTrainer]) -> None:
+    trainer = train("run", max_steps=12, rollout=rejecting(12))
+    with pytest.raises(UnhealthyRunError, match="no sample in 10 steps in a row.*max_bad_steps"):
+        trainer.fit()
+    trainer.close()
+    assert trainer.step_index == 10
+
+
+@pytest.mark.parametrize(("num_steps", "limits"), [(9, {}), (11, {"max_bad_steps": 12})])
+def test_a_run_whose_workflow_rejects_the_first_samples_goes_on(
+    num_steps: int, limits: dict[str, int], train: Callable[..., GRPOTrainer]
+) -> None:
+    trainer = train("run", max_steps=12, rollout=rejecting(num_steps), health=GroupHealthConfig(**limits))
+    trainer.fit()
+    trainer.close()
+    has_reward = ["reward/mean" in row for row in trainer.folder.metrics()]
+    assert has_reward == [False] * num_steps + [True] * (12 - num_steps)
 
 
 @pytest.mark.parametrize("draws_more", [False, True], ids=["", "dynamic sampling"])
