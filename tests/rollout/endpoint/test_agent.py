@@ -92,7 +92,7 @@ async def run():
 asyncio.run(run())
 """
     folders = os.pathsep.join([str(ROOT), str(ROOT / "tests/programs")])
-    subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": folders}, check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": folders}, check=True, timeout=300)
 
 
 @pytest.mark.parametrize(
