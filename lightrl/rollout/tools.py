@@ -48,7 +48,10 @@ class ToolWorkflow(Workflow):
         self._box = ToolBox(made, timeout_s=timeout_s, max_result_chars=max_result_chars)
 
     def check(self, tokenizer: Any) -> None:
-        """Raises ValueError unless a chat template renders answers to calls, and warns if it leaves the tools out."""
+        """Raises ValueError unless a chat template renders the answer to a call.
+
+        Warns if it leaves the tools out, or the answers to several calls of a turn, which some policies never make.
+        """
         messages = [{"role": "user", "content": "Hello"}]
         if chat_text(tokenizer, messages, tools=self._box.schemas) == chat_text(tokenizer, messages, tools=()):
             logger.warning(
@@ -57,7 +60,11 @@ class ToolWorkflow(Workflow):
                 ", ".join(schema["function"]["name"] for schema in self._box.schemas),
             )
         call = ToolCall(self._box.schemas[0]["function"]["name"], {})
-        _require_answer(tokenizer, self._box.message(call, ToolAnswer(text=_RESULT), 0))
+        answers = [self._box.message(call, ToolAnswer(text=f"{_RESULT}-{number}"), number) for number in range(2)]
+        if problem := _unanswered(tokenizer, answers[:1], "the answer to a tool call"):
+            raise ValueError(problem)
+        if problem := _unanswered(tokenizer, answers, "the answers if a turn calls several tools"):
+            logger.warning("%s", problem)
 
     async def arun_episode(self, engine: EngineClient, data: Prompt) -> Episode:
         """Alternates turns and the results of their calls until a turn calls nothing, or a limit ends the episode."""
@@ -88,18 +95,17 @@ class ToolWorkflow(Workflow):
         return [self._box.message(call, answer, number) for number, (call, answer) in enumerate(answered, start=first)]
 
 
-def _require_answer(tokenizer: Any, message: Mapping[str, str]) -> None:
-    """Raises ValueError if the chat template refuses the answer to a call, as every episode would find out."""
-    remedy = (
-        "Use a model whose template takes messages of the role tool, or give a template by --data.chat_template_file."
-    )
+def _unanswered(tokenizer: Any, answers: Sequence[Mapping[str, str]], what: str) -> str:
+    """Returns what is wrong if the chat template does not render the answers to calls, as episodes would find out."""
     try:
-        behind = text_behind_answer(tokenizer, [message])
+        behind = text_behind_answer(tokenizer, answers)
     except Exception as error:  # a template may raise anything
-        raise ValueError(f'The chat template refuses the answer to a tool call: "{error}". {remedy}') from error
-    if message["content"] not in behind:
-        raise ValueError(f"The chat template leaves out the answer to a tool call. {remedy}")
+        return f'The chat template refuses {what}: "{error}". {_REMEDY}'
+    if all(answer["content"] in behind for answer in answers):
+        return ""
+    return f"The chat template leaves out {what}. {_REMEDY}"
 
 
 _RESULT = "lightrl-marks-a-result"
+_REMEDY = "Use a model whose template takes messages of the role tool, or give a template by --data.chat_template_file."
 _MCP = "lightrl.rollout.mcp_tools:mcp_tools"

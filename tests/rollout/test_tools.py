@@ -194,6 +194,33 @@ def test_a_template_that_refuses_the_answers_of_tools_is_refused_before_the_run(
         workflow.check(RaisingTokenizer("{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"))
 
 
+@pytest.mark.parametrize(
+    ("template", "warning"),
+    [
+        (TEMPLATE, ""),
+        (MISTRAL, ""),
+        (HERMES, ""),
+        (
+            TEMPLATE.replace("m.content }}", "m.content if m.role != 'tool' or loop.last }}"),
+            "leaves out the answers if a turn calls several tools. Use",
+        ),
+        (
+            TEMPLATE.replace(
+                "messages %}<",
+                "messages %}{% if m.role == 'tool' and not loop.last %}{{ raise_exception('one call!') }}{% endif %}<",
+            ),
+            'refuses the answers if a turn calls several tools: "one call!". Use',
+        ),
+    ],
+)
+def test_a_template_that_takes_one_answer_alone_is_warned_of(
+    template: str, warning: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ToolWorkflow(tools=HERE + "times").check(RaisingTokenizer(template))
+    told = [text for text in caplog.messages if "leaves the tools out" not in text]
+    assert [warning in text for text in told] == [True] * bool(warning)
+
+
 def test_a_tool_that_is_late_is_answered_for() -> None:
     text, _ = play(call("stuck", "{}"), "42", tools=HERE + "stuck", timeout_s=0.05)
     assert "<tool>error: no result after 0.05 s<eos>" in text
