@@ -115,16 +115,12 @@ def answer_message(
     if not calls or any(call.problem for call in calls):  # the agent should see calls that cannot be parsed
         return {"role": "assistant", "content": _without(special, text)}
     content = _without(special, rest).strip()
-    has_ids = len({call.id for call in calls if call.id}) == len(
-        calls
-    )  # such as Kimi K2 writes, and its template reads
+    ids = [call.id for call in calls]  # that the policy wrote, as Kimi K2 does, whose template reads them
+    if not all(ids) or len(set(ids)) < len(ids):
+        ids = [_call_id(call_ids, index) for index in range(len(calls))]
     listed = [
-        {
-            "id": call.id if has_ids else _call_id(call_ids, index),
-            "type": "function",
-            "function": _function(call, tools),
-        }
-        for index, call in enumerate(calls)
+        {"id": own, "type": "function", "function": _function(call, tools)}
+        for own, call in zip(ids, calls, strict=True)
     ]
     return {"role": "assistant", "content": content or None, "tool_calls": listed}
 
