@@ -58,7 +58,7 @@ class AlgorithmConfig:
     kl_estimator: Literal["k1", "k2", "k3"] = option(
         "k3", check=partial(check_needed, "algorithm.kl_estimator", "algorithm.kl_coef")
     )
-    """Estimator of the KL to the reference per token (Schulman 2020)."""
+    """Estimator of the KL to the reference per token (Schulman 2020). k1 needs --algorithm.kl_gradient kl."""
     kl_gradient: Literal["own", "kl"] = option(
         "own", check=partial(check_needed, "algorithm.kl_gradient", "algorithm.kl_coef")
     )
@@ -117,6 +117,12 @@ class AlgorithmConfig:
             raise ValueError(
                 f"--algorithm.kl_target {self.kl_target} needs a --algorithm.kl_coef above 0 to start from: 0 times "
                 "anything stays 0. Use 0.01."
+            )
+        if (self.kl_estimator, self.kl_gradient) == ("k1", "own"):
+            raise ValueError(
+                "--algorithm.kl_estimator k1 in the loss does not keep the policy near the reference: the mean of its "
+                "own gradient is 0. Add --algorithm.kl_gradient kl, or use k2 or k3. PPO can have k1 in the reward "
+                "(--algorithm.kl_in_reward k1)."
             )
         if self.entropy_target and self.entropy_coef < 0:
             raise ValueError(

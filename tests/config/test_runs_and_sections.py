@@ -13,6 +13,7 @@ from lightrl.config import (
     JudgeConfig,
     OfflineConfig,
     PairDataConfig,
+    PPOAlgorithmConfig,
     PPOConfig,
     ResponseDataConfig,
     RMConfig,
@@ -108,6 +109,10 @@ def test_a_saved_config_reads_back(tmp_path: Path) -> None:
         (["--overlong.penalty", "2"], "--overlong.penalty does nothing without --overlong.buffer"),
         (["--algorithm.kl_estimator", "k1"], "--algorithm.kl_estimator does nothing without --algorithm.kl_coef"),
         (["--algorithm.kl_gradient", "kl"], "--algorithm.kl_gradient does nothing without --algorithm.kl_coef"),
+        (
+            ["--algorithm.kl_coef", "1", "--algorithm.kl_estimator", "k1"],
+            "the mean of its own gradient is 0. Add --algorithm.kl_gradient kl",
+        ),
         (["--algorithm.kl_coef", "1", "--algorithm.kl_horizon", "9999"], "without --algorithm.kl_target: give both"),
         (["--algorithm.entropy_step", "0.1"], "--algorithm.entropy_step does nothing without --algorithm.entropy_t"),
         (["--dynamic_sampling.max_rounds", "9"], "max_rounds does nothing without --dynamic_sampling.enabled"),
@@ -145,6 +150,13 @@ def test_an_estimator_of_ones_own_may_take_a_group_of_one() -> None:
     """What an estimator needs is a trait of its function, which a config does not load."""
     config = GRPOConfig(group_size=1, algorithm=AlgorithmConfig(advantage="my_advantages:mine"))
     assert config.samples_per_step == 16
+
+
+def test_k1_goes_with_the_gradient_of_the_kl_and_in_the_reward() -> None:
+    k1 = AlgorithmConfig(kl_coef=0.1, kl_estimator="k1", kl_gradient="kl")
+    assert GRPOConfig(algorithm=k1).algorithm == k1
+    in_reward = PPOAlgorithmConfig(kl_coef=0.1, kl_in_reward="k1")
+    assert PPOConfig(algorithm=in_reward).algorithm == in_reward
 
 
 def test_an_option_may_be_none_where_its_type_says_so(tmp_path: Path) -> None:
