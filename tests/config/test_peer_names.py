@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from lightrl.algorithms.registry import BUILTIN
 from lightrl.config import GRPOConfig, SFTConfig, parse_config
 from lightrl.config.options import option_names
 from lightrl.config.peer_names import _OURS, own_names
@@ -28,6 +29,14 @@ def test_every_name_of_the_guide_is_answered() -> None:
         theirs = {name for column in columns for name in re.findall(r"`(?:--)?(\w+)(?:=[^`]*)?`", column)}
         assert len(theirs) > 30
         assert theirs - set(_OURS) - set(known) == set()
+
+
+def test_the_guide_names_estimators_that_exist() -> None:
+    """OpenRLHF calls REINFORCE++ `reinforce`, which is another estimator here."""
+    rows = [line for line in GUIDE.splitlines() if line.startswith("| `--advantage_estimator`")]
+    names = dict(re.findall(r"`(\w+)` is `(\w+)`", rows[0]))
+    assert names["reinforce"] == "reinforce_plus_plus"
+    assert set(names.values()) < set(BUILTIN["advantage"])
 
 
 def test_a_name_of_another_trainer_is_answered_by_ours(capsys: pytest.CaptureFixture[str]) -> None:
