@@ -86,7 +86,8 @@ class LoraConfig:
     """Linear layers with an adapter, by the last part of their names, such as q_proj. all-linear: all that can have one
     (docs/lora.md)."""
     path: str = ""
-    """Adapter to start from, a folder that peft wrote. Rank, alpha and the rest come from it."""
+    """Adapter to start from, a folder that peft wrote. Rank, alpha and the rest come from it. The reference of a KL
+    penalty or of DPO is the model without it."""
     engine: Literal["auto", "merged", "unmerged"] = "auto"
     """How the engine applies adapters: merged into its weights, or unmerged, beside them. auto: unmerged with --dtype
     bfloat16 and --engine native or vllm, if no other option needs merged weights; otherwise merged."""

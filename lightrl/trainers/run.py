@@ -177,6 +177,11 @@ def prepare_reference(run: RunContext, policy: nn.Module) -> nn.Module:
 
     Call it after the policy was prepared; otherwise rank 0 would hold both models whole.
     """
+    if run.config.lora.path:
+        run.strategy.print(
+            "The reference is the model without the adapter of --lora.path. To compare with the adapter, give the "
+            "model that it is merged into as --model (a run has it as final/), and --lora.rank for a new adapter."
+        )
     if run.config.lora.is_on:
         return WithoutAdapters(policy)
     with run.strategy.comm.phase("loading the reference model", local=True):

@@ -71,7 +71,8 @@ def test_a_run_starts_from_an_adapter(
     trained: Path, toy_flags: list[str], metrics_of: ReadMetrics, tmp_path: Path
 ) -> None:
     adapter = trained / "final" / "adapter"
-    run(tmp_path / "run", *toy_flags, *FLAGS, "--lora.path", str(adapter), "--max_steps", "1", "--lr", "0")
+    told = run(tmp_path / "run", *toy_flags, *FLAGS, "--lora.path", str(adapter), "--max_steps", "1", "--lr", "0")
+    assert "The reference is the model without the adapter of --lora.path." in told
     first, *_ = metrics_of(tmp_path / "run")
     assert first["kl"] > 1e-4  # of the adapter against the model without it
     assert first["mismatch/max_abs"] < 1e-5
