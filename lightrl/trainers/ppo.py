@@ -376,9 +376,7 @@ def _values_by_sample(scores: StateValues | ScoresAndValues, batch: PackedBatch)
 
 
 def _with_mean_advantages(batch: Batch) -> list[Experience]:
-    """Returns the samples by position, each with the mean of its advantages, for the log."""
-    advantages = batch.columns["advantages"]
-    means = [
-        replace(item, advantage=sum(advantages[item.key]) / max(len(advantages[item.key]), 1)) for item in batch.samples
-    ]
+    """Returns the samples by position, each with the mean of its own tokens' advantages, for the log."""
+    advantages = batch.columns["advantages"]  # 0 for tokens of an environment
+    means = [replace(item, advantage=sum(advantages[item.key]) / max(item.sample.num_own, 1)) for item in batch.samples]
     return sorted(means, key=lambda item: item.key)

@@ -1,6 +1,7 @@
 """The parts of a PPO step, on one trainer in this process."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,11 +39,16 @@ def test_a_second_epoch_is_compared_with_the_policy_before_the_first(trained: tu
 
 
 def test_each_sample_is_logged_with_the_mean_of_its_advantages(trained: tuple[PPOTrainer, StepReport]) -> None:
-    first, second = trained[1].experience[:2]
-    columns = {"advantages": {first.key: [1.0, 2.0, 6.0], second.key: []}}
-    batch: Any = SimpleNamespace(samples=[second, first], columns=columns)
+    """The tokens of an environment, which have no advantage, do not count."""
+    parts = [((1.0, 2.0, 6.0), ()), ((1.0, 0.0, 0.0, 6.0), (True, False, False, True)), ((), ())]
+    samples = [
+        replace(item, sample=replace(item.sample, response_ids=(5,) * len(values), own=own))
+        for item, (values, own) in zip(trained[1].experience, parts, strict=False)
+    ]
+    columns = {"advantages": {item.key: list(values) for item, (values, _) in zip(samples, parts, strict=True)}}
+    batch: Any = SimpleNamespace(samples=samples[::-1], columns=columns)
     logged = [(item.key, item.advantage) for item in _with_mean_advantages(batch)]
-    assert logged == [((0, 0), 3.0), ((0, 1), 0.0)]
+    assert logged == [((0, 0), 3.0), ((0, 1), 3.5), ((0, 2), 0.0)]
 
 
 def test_each_model_has_its_rate_and_waits_in_host_memory(trained: tuple[PPOTrainer, StepReport]) -> None:
