@@ -250,8 +250,8 @@ class OverlongConfig:
     penalty: float = option(1.0, above=0, check=partial(check_needed, "overlong.penalty", "overlong.buffer"))
     """Penalty subtracted from the reward of a response that reaches max_new_tokens."""
     mask_truncated: bool = False
-    """Leave out of the loss the responses that max_new_tokens cut off. Their rewards still count in the means of their
-    groups."""
+    """Leave out of the loss the responses that max_new_tokens cut off, and the episodes that ended because the context
+    was full. Their rewards still count in the means of their groups."""
 
     def check_buffer(self, longest: int, *, has_episodes: bool) -> None:
         """Raises ValueError for a buffer that is longer than a response, or where an episode has several."""

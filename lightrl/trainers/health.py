@@ -84,7 +84,8 @@ LIMITS = (
         "max_truncated",
         lambda value, limits: value > limits.max_truncated,
         "{value:.1%} of the responses were cut off",
-        "Raise --max_new_tokens, or check that the model's end token is the one that the chat template uses.",
+        "Raise --max_new_tokens (for episodes also --rollout.max_context_tokens), or check that the model's end token "
+        "is the one that the chat template uses.",
     ),
     Limit(
         "episode/failed_share",

@@ -421,5 +421,5 @@ def step_metrics(objective: PolicyLoss, statistics: Statistics, comm: Comm, num_
 
 
 def is_truncated(sample: Sample) -> bool:
-    """Whether the response was cut off at max_new_tokens."""
-    return sample.finish_reason == "length"
+    """Whether the response was cut off at max_new_tokens, or the episode by a full context."""
+    return sample.finish_reason in ("length", "context")

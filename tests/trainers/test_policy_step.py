@@ -1,5 +1,6 @@
 """What GRPO and PPO share."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from lightrl.comm import Comm
 from lightrl.config import AlgorithmConfig, CheckpointConfig, GRPOConfig
 from lightrl.metrics import Statistics
-from lightrl.records import Prompt, Sample
+from lightrl.records import FinishReason, Prompt, Sample
 from lightrl.rewards import NO_REWARD
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.strategy.results import TrainBatchResult
@@ -19,6 +20,7 @@ from lightrl.trainers.policy_step import (
     describe_batches,
     describe_rollout,
     describe_update,
+    is_truncated,
     shown_of,
     step_metrics,
 )
@@ -88,6 +90,13 @@ def test_the_numbers_of_a_rollout_by_hand() -> None:
         "tokens/response_max": 7,
         "tokens/truncated": pytest.approx(1 / 6),
     }
+
+
+def test_an_episode_whose_context_is_full_counts_as_cut_off() -> None:
+    """Its last turn may have been cut off for lack of room; one that used up its turns or ended was not."""
+    reasons: tuple[FinishReason, ...] = ("stop", "length", "abort", "turns", "context")
+    found = [reason for reason in reasons if is_truncated(dataclasses.replace(sample(0, 3), finish_reason=reason))]
+    assert found == ["length", "context"]
 
 
 def test_without_two_samples_of_a_prompt_no_group_is_compared() -> None:
