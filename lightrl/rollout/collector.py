@@ -212,7 +212,7 @@ class Collector(Scorer):
         elif rewards:
             statistics.values("eval/reward", rewards)
             statistics.mean("eval/accuracy", sum(reward >= 1 for reward in rewards), len(rewards))
-        statistics.mean("eval/response_tokens", sum(sample.num_own for sample in samples), len(samples))
+        statistics.mean("eval/response_tokens", sum(s.num_own for s in samples), sum(bool(s.turns) for s in samples))
         return statistics.reduce(comm)
 
 

@@ -379,7 +379,7 @@ def sync_engine(trainer: Trainer) -> None:
 
 
 def describe_rollout(samples: Sequence[Sample], rewards: Sequence[float], statistics: Statistics) -> None:
-    """Adds the reward and length statistics of this rank's samples."""
+    """Adds the reward and length statistics of this rank's samples; a failed episode, without a turn, has no length."""
     scored = [pair for pair in zip(samples, rewards, strict=True) if has_reward(pair[1])]
     if scored:  # if no sample on any rank has a reward, there is no mean, and 0 would look like one
         statistics.values("reward/mean", [reward for _, reward in scored])
@@ -390,9 +390,9 @@ def describe_rollout(samples: Sequence[Sample], rewards: Sequence[float], statis
     statistics.add("tokens/response", sum(len(sample.response_ids) for sample in samples))
     if any(sample.own for sample in samples):
         statistics.add("tokens/environment", sum(len(sample.response_ids) - sample.num_own for sample in samples))
-    statistics.mean("tokens/response_mean", sum(sample.num_own for sample in samples), len(samples))
+    statistics.mean("tokens/response_mean", sum(s.num_own for s in samples), sum(bool(s.turns) for s in samples))
     statistics.maximum("tokens/response_max", max((sample.num_own for sample in samples), default=0))
-    statistics.mean("tokens/truncated", sum(is_truncated(sample) for sample in samples), len(samples))
+    statistics.mean("tokens/truncated", sum(map(is_truncated, samples)), sum(bool(s.turns) for s in samples))
 
 
 def describe_update(result: TrainBatchResult, statistics: Statistics, prefix: str = "") -> None:

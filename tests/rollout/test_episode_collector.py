@@ -121,6 +121,19 @@ def test_a_sample_that_failed_costs_only_itself(
     assert "the tool is on fire" in caplog.text
 
 
+def test_a_sample_that_failed_has_no_length_in_an_evaluation(
+    strategy: StrategyBase, prompts: list[tuple[int, Prompt]]
+) -> None:
+    workflow = load_workflow(WorkflowConfig(workflow="episodes:Moody"))
+    longest = SamplingParams(max_new_tokens=LIMITS.max_new_tokens, min_new_tokens=LIMITS.max_new_tokens)
+    collector = EpisodeCollector(
+        strategy, RewardSet.of(episode_reward), workflow, seed=3, limits=LIMITS, timeout_s=0.5, evaluation=longest
+    )
+    found = collector.evaluate([prompts[0][1]], temperature=1.0, n=5)
+    assert found["eval/episode/failed_share"] == pytest.approx(0.4)
+    assert found["eval/response_tokens"] == LIMITS.max_new_tokens
+
+
 class Waiting(Workflow):
     async def arun_episode(self, engine: Any, data: Prompt) -> None:
         await asyncio.sleep(1 if data.index else 0)

@@ -9,7 +9,7 @@ import pytest
 from lightrl.comm import Comm
 from lightrl.config import AlgorithmConfig, CheckpointConfig, GRPOConfig
 from lightrl.metrics import Statistics
-from lightrl.records import FinishReason, Prompt, Sample
+from lightrl.records import FinishReason, Prompt, Sample, Status
 from lightrl.rewards import NO_REWARD
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.strategy.results import TrainBatchResult
@@ -90,6 +90,13 @@ def test_the_numbers_of_a_rollout_by_hand() -> None:
         "tokens/response_max": 7,
         "tokens/truncated": pytest.approx(1 / 6),
     }
+
+
+def test_an_episode_that_failed_has_no_length() -> None:
+    failed = dataclasses.replace(sample(0, 0), turns=(), finish_reason="abort", status=Status.FAILED)
+    found = reduced([sample(0, 4, is_cut=True), sample(0, 2), failed, failed], [1.0, 0.0, NO_REWARD, NO_REWARD])
+    assert (found["tokens/response_mean"], found["tokens/truncated"]) == (3, 0.5)
+    assert reduced([failed], [NO_REWARD])["tokens/response_mean"] == 0
 
 
 def test_an_episode_whose_context_is_full_counts_as_cut_off() -> None:
