@@ -15,8 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
-from transformers.utils.hub import cached_file
 
+from lightrl.models.hub import file_of
 from lightrl.models.multimodal import FAMILIES, embedded
 from lightrl.models.packed_attention import packed_hidden_states
 from lightrl.models.policy import (
@@ -220,29 +220,15 @@ def _without_load_report() -> Iterator[None]:
 
 
 def _saved_head(path: str) -> dict[str, Tensor]:
-    head = _file_of(path, HEAD_FILE)
+    head = file_of(path, HEAD_FILE)
     if head is not None:
         return load_file(head)
-    index = _file_of(path, "model.safetensors.index.json")
+    index = file_of(path, "model.safetensors.index.json")
     name = "model.safetensors"
     if index is not None:
         name = json.loads(Path(index).read_text())["weight_map"].get(_REWARD_HEAD, "")
-    weights = _file_of(path, name) if name else None
+    weights = file_of(path, name) if name else None
     if weights is None:
         return {}
     with safe_open(weights, framework="pt") as file:
         return {"weight": file.get_tensor(_REWARD_HEAD).float()} if _REWARD_HEAD in file.keys() else {}  # noqa: SIM118
-
-
-def _file_of(path: str, name: str) -> str | None:
-    """Returns the local path of a file in a folder or a repository on the hub; None if there is no such file."""
-    # The keywords are private: with them a missing file gives None instead of an error. They can go once there is a
-    # public option: https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/utils/hub.py
-    local_path: str | None = cached_file(
-        path,
-        name,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
-    return local_path

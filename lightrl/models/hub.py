@@ -1,4 +1,7 @@
-"""Reports within seconds that a model on the Hugging Face hub is out of reach, before libraries retry for minutes."""
+"""Finds the files of models, and reports within seconds that the hub is out of reach.
+
+Without this report, libraries would retry for minutes.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import threading
 from urllib.parse import urlsplit
 
 from huggingface_hub import constants, try_to_load_from_cache
+from transformers.utils.hub import cached_file
 
 _WAIT_S = 5.0  # to look up the name and to connect
 
@@ -24,6 +28,20 @@ def require_reachable(name: str, option: str) -> None:
             f"{option} {name} is no folder here and not in the cache of Hugging Face, and {url.hostname} cannot be "
             f"reached ({reason}). Give a folder, or a network."
         )
+
+
+def file_of(path: str, name: str) -> str | None:
+    """Returns the local path of a file in a folder or a repository on the hub; None if there is no such file."""
+    # The keywords are private: with them a missing file gives None instead of an error. They can go once there is a
+    # public option: https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/utils/hub.py
+    local_path: str | None = cached_file(
+        path,
+        name,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return local_path
 
 
 def _cached_config(name: str, option: str) -> object:

@@ -6,18 +6,22 @@ it.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoProcessor
 
+from lightrl.models.hub import file_of
 from lightrl.models.token_split import Tokens
 from lightrl.records import EncodedPrompt, VisionInputs
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 VIDEO_FPS = 2.0  # all frames of a video are used and assumed to be half a second apart
 
 ImageSize = tuple[int, int]  # height, width
@@ -159,6 +163,16 @@ class MediaProcessor:
             yield self.config.vision_start_token_id
             yield from [self.video_token_id] * (video.num_features // len(firsts))
             yield self.config.vision_end_token_id
+
+
+def copy_processor(source: str, folder: Path) -> None:
+    """Copies the files that say how images are processed from a model's folder or hub name, unless they are there.
+
+    A model that takes images in a way that lightrl does not know is trained on text, and needs them afterwards.
+    """
+    for name in _PROCESSOR_FILES if source else ():
+        if (file := file_of(source, name)) and not (folder / name).exists():
+            shutil.copy(file, folder / name)
 
 
 def rope_positions(config: Any, token_ids: Sequence[int], grid_thw: Tensor | None) -> tuple[Tensor, int]:

@@ -134,9 +134,8 @@ class Policy(nn.Module):
         self.entropy = entropy
         self.sequence_group: SequenceGroup | None = None
         self.takes_images = hf_model.config.model_type in FAMILIES
-        text_config = hf_model.config.get_text_config()
-        scale = logit_scale(text_config, hf_model.config.model_type)
-        self.logits = LogitTransform(softcap=softcap_of(text_config), logit_scale=scale)
+        text = hf_model.config.get_text_config()
+        self.logits = LogitTransform(softcap=softcap_of(text), logit_scale=logit_scale(text, self.hf.config.model_type))
         prepare_decoder(hf_model)
         remove_randomness(hf_model)
 

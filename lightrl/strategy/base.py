@@ -30,7 +30,7 @@ from lightrl.engines.colocated import ColocatedEngine, EngineStatus, SyncReport
 from lightrl.engines.weights.fingerprint import KnownWeights
 from lightrl.imports import load_object
 from lightrl.metrics import Statistics
-from lightrl.models.multimodal import MediaProcessor
+from lightrl.models.multimodal import MediaProcessor, copy_processor
 from lightrl.models.policy import persistent_buffers
 from lightrl.strategy import foreign_steps
 from lightrl.strategy.computation import check_compiler, compile_blocks, use_deterministic_kernels
@@ -367,6 +367,8 @@ class StrategyBase(ForeignNames, ABC):
         if self.comm.is_main:
             unwrapped.save_pretrained(path, state_dict=full)
             write_folder_hash(Path(path), full)
+            if hasattr(getattr(unwrapped, "config", None), "vision_config"):
+                copy_processor(unwrapped.name_or_path, Path(path))
         self.comm.barrier()
 
     # ---- Serving -----------------------------------------------------------------------------------------------

@@ -139,8 +139,7 @@ class Trainer(ABC):
         """Writes the models into a folder, for export(); every rank must call it."""
         self.strategy.save_pretrained(self.model, folder)
         if self.strategy.comm.is_main:
-            saved = self.run.tokenizer if self.run.media is None else self.run.media.processor
-            saved.save_pretrained(folder)
+            (self.run.tokenizer if self.run.media is None else self.run.media.processor).save_pretrained(folder)
 
     def fit(self) -> dict[str, float]:
         """Trains to max_steps; returns the metrics of the last step."""

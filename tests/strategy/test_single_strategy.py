@@ -1,12 +1,15 @@
 """One process under the contract of all strategies."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from lightrl.config import StrategyOptions
+from lightrl.models.policy import load_policy
 from lightrl.strategy.torch_native import SingleStrategy
 from lightrl.testing import StrategyContract
 from lightrl.testing.tiny_training import adamw, loss_fn, make_batch, samples, tiny_policy
@@ -44,3 +47,19 @@ def test_a_forward_that_fails_leaves_the_model_in_training_mode() -> None:
     with pytest.raises(RuntimeError, match="shapes"):
         strategy.forward([torch.ones(1, 3)], model=model)
     assert model.training
+
+
+def test_a_model_that_is_trained_on_text_alone_keeps_its_processor_of_images(tmp_path: Path) -> None:
+    text = {"vocab_size": 32, "head_dim": 8, "num_key_value_heads": 1}
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = sizes | {"image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(text_config=sizes | text, vision_config=vision, mm_tokens_per_image=4)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    (tmp_path / "model/preprocessor_config.json").write_text('{"do_resize": true}')
+    policy = load_policy(str(tmp_path / "model"), materialize=True)
+    SingleStrategy(0, 0.0, 1, 1).save_pretrained(policy, tmp_path / "saved")
+    assert (tmp_path / "saved/preprocessor_config.json").read_text() == '{"do_resize": true}'
+    assert (tmp_path / "saved/model.safetensors").is_file()
+    policy.hf.name_or_path = ""  # made from a config, it has no folder
+    SingleStrategy(0, 0.0, 1, 1).save_pretrained(policy, tmp_path / "without")
+    assert not (tmp_path / "without/preprocessor_config.json").exists()
