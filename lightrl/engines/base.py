@@ -6,6 +6,7 @@ an engine needs: its end tokens, its architecture and the folder that it came fr
 
 from __future__ import annotations
 
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -15,6 +16,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import torch
+from huggingface_hub import try_to_load_from_cache
 from numpy.typing import NDArray
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -365,12 +367,20 @@ def architecture_of(source: PreTrainedModel) -> str:
     return next(kind.__name__ for kind in classes if not hasattr(kind, "unshard"))
 
 
+def _is_text_part(source: PreTrainedModel, name: str) -> bool:
+    """Returns whether the model is only the language model of what the folder describes, as Qwen3.5's is."""
+    local = Path(name) / "config.json"
+    file = local if local.is_file() else try_to_load_from_cache(name, "config.json")
+    whole = json.loads(Path(file).read_text()) if isinstance(file, str | Path) else {}
+    return (whole.get("text_config") or {}).get("model_type") == source.config.model_type
+
+
 def model_folder(source: PreTrainedModel, processor: Any, scratch: Path) -> str:
     """Returns the folder or hub name that the model came from, or else `scratch` with the model's config in it."""
     name = str(source.name_or_path or "")
-    if (Path(name) / "config.json").is_file() if name else False:
-        return name
-    if _HUB_NAME.fullmatch(name) and not Path(name).exists() and not name.startswith("."):
+    is_local = bool(name) and (Path(name) / "config.json").is_file()
+    is_hub = _HUB_NAME.fullmatch(name) and not Path(name).exists() and not name.startswith(".")
+    if (is_local or is_hub) and not _is_text_part(source, name):
         return name
     config = type(source.config).from_dict(source.config.to_dict())
     config.architectures = [architecture_of(source)]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_engine_models import TEXT_FAMILIES, save_tiny_model
-from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, Qwen3_5Config, Qwen3Config, Qwen3ForCausalLM
 
 from lightrl.engines.base import architecture_of, eos_ids, model_folder, skeleton
 
@@ -64,3 +64,18 @@ def test_the_folder_that_the_model_came_from_or_one_with_its_config(tmp_path: Pa
         made.name_or_path = name
         assert model_folder(made, None, scratch) == str(scratch)
         assert json.loads((scratch / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
+
+
+def test_the_language_model_of_a_larger_model_is_described_by_itself(tmp_path: Path) -> None:
+    part = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "vocab_size": 16, "hidden_size": 8}
+    whole = Qwen3_5Config(text_config=part | {"intermediate_size": 8, "num_attention_heads": 1, "head_dim": 8})
+    whole.save_pretrained(tmp_path / "whole")
+    source = AutoModelForCausalLM.from_config(whole)
+    source.name_or_path = str(tmp_path / "whole")
+    scratch = tmp_path / "scratch"
+    assert model_folder(source, None, scratch) == str(scratch)
+    described = json.loads((scratch / "config.json").read_text())
+    assert (described["architectures"], described["model_type"]) == (["Qwen3_5ForCausalLM"], "qwen3_5_text")
+    changed = json.loads((tmp_path / "whole/config.json").read_text()) | {"text_config": None}
+    (tmp_path / "whole/config.json").write_text(json.dumps(changed))
+    assert model_folder(source, None, scratch) == source.name_or_path
