@@ -27,6 +27,18 @@ ADAPTER = "default"  # peft's name for the only adapter of a model, part of para
 _PEFT_PREFIX = "base_model.model."  # before every name in an adapter's file
 WEIGHTS_FILE = "adapter_model.safetensors"
 _KEEPS_WEIGHTS = ("gaussian", "eva", "orthogonal")  # values of init_lora_weights that leave adapted weights as they are
+# Features besides factors of linear layers that a config may request, and that neither trainer nor engines have.
+_MORE_THAN_FACTORS = (
+    "alora_invocation_tokens",
+    "arrow_config",
+    "layer_replication",
+    "megatron_config",
+    "monteclora_config",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_qalora",
+)
 _MOST_NAMED = 3
 _STREAM = 11  # separates the random draw of adapters from all others of the same seed
 
@@ -164,6 +176,8 @@ def read_config(path: str, option: str, *, files: Sequence[str] = ("adapter_conf
         raise ValueError(f"{option} is an adapter of type {config.peft_type}; only LORA is known.")
     if config.use_dora or config.bias != "none" or config.lora_bias:
         raise ValueError(f"{option} uses DoRA or trains biases, which cannot be merged here. Use plain LoRA.")
+    if asked := [field for field in _MORE_THAN_FACTORS if getattr(config, field, None)]:
+        raise beyond_factors(option, asked)
     drawn = config.init_lora_weights
     if isinstance(drawn, str) and drawn not in _KEEPS_WEIGHTS:
         raise ValueError(
@@ -173,6 +187,14 @@ def read_config(path: str, option: str, *, files: Sequence[str] = ("adapter_conf
         )
     config.inference_mode, config.lora_dropout, config.init_lora_weights = False, 0.0, True
     return config
+
+
+def beyond_factors(option: str, asked: Sequence[str]) -> ValueError:
+    """Returns the error about an adapter that is more than factors."""
+    return ValueError(
+        f"{option} asks for {', '.join(asked)}, which is not applied here. Save it as plain LoRA: factors beside "
+        "linear layers, and nothing else."
+    )
 
 
 def _inner_linear_layers(model: nn.Module) -> list[str]:

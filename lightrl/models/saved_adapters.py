@@ -20,25 +20,12 @@ from lightrl.models.lora import (
     WEIGHTS_FILE,
     Adapter,
     adapters_of,
+    beyond_factors,
     check_layers,
     check_weights_file,
     file_name,
     read_config,
     trained_parameters,
-)
-
-# Features besides factors of linear layers that a config may request but that no engine supports.
-_MORE_THAN_FACTORS = (
-    "alora_invocation_tokens",
-    "arrow_config",
-    "layer_replication",
-    "megatron_config",
-    "modules_to_save",
-    "monteclora_config",
-    "target_parameters",
-    "trainable_token_indices",
-    "use_bdlora",
-    "use_qalora",
 )
 
 
@@ -101,7 +88,8 @@ def _injected(config: Any, option: str, model: nn.Module) -> nn.Module:
     """Returns a copy of the model with the adapters that a config describes, without values."""
     from peft import inject_adapter_in_model
 
-    _require_factors_alone(config, option)
+    if config.modules_to_save:
+        raise beyond_factors(option, ["modules_to_save"])
     host = copy.deepcopy(model)
     for parameter in host.parameters():
         parameter.requires_grad_(False)
@@ -111,15 +99,6 @@ def _injected(config: Any, option: str, model: nn.Module) -> nn.Module:
         raise ValueError(f"{option} does not fit the model: {error}") from error
     check_layers(host, option)
     return host
-
-
-def _require_factors_alone(config: Any, option: str) -> None:
-    asked = [field for field in _MORE_THAN_FACTORS if getattr(config, field, None)]
-    if asked:
-        raise ValueError(
-            f"{option} asks for {', '.join(asked)}, which engines do not apply. Save it as plain LoRA: factors beside "
-            "linear layers, and nothing else."
-        )
 
 
 def _option(name: str, folder: str) -> str:

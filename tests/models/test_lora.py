@@ -324,6 +324,11 @@ def test_an_adapter_that_cannot_be_merged_is_refused(tmp_path: Path) -> None:
     saved_by_peft(tmp_path / "dora", use_dora=True)
     with pytest.raises(ValueError, match="DoRA"):
         lora.add_adapters(made_of(CONFIGS["qwen3_tied"]), LoraConfig(path=str(tmp_path / "dora")), seed=0)
+    saved_by_peft(tmp_path / "alora", alora_invocation_tokens=[3])  # it acts behind these tokens only
+    with pytest.raises(
+        ValueError, match=r"alora asks for alora_invocation_tokens, which is not applied here\. Save it"
+    ):
+        lora.add_adapters(made_of(CONFIGS["qwen3_tied"]), LoraConfig(path=str(tmp_path / "alora")), seed=0)
     with pytest.raises(FileNotFoundError, match=r"no adapter_config.json"):
         lora.add_adapters(made_of(CONFIGS["qwen3_tied"]), LoraConfig(path=str(tmp_path)), seed=0)
 

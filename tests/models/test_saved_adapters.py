@@ -78,7 +78,7 @@ def test_layers_that_keep_their_weight_transposed_have_factors_like_others(tmp_p
     [
         ({"use_dora": True}, "uses DoRA or trains biases"),
         ({"bias": "all"}, "uses DoRA or trains biases"),
-        ({"modules_to_save": ["embed_tokens"]}, "asks for modules_to_save, which engines do not apply"),
+        ({"modules_to_save": ["embed_tokens"]}, "asks for modules_to_save, which is not applied here"),
         ({"trainable_token_indices": [3]}, "asks for trainable_token_indices"),
         ({"target_parameters": ["experts.down_proj"]}, "asks for target_parameters"),
         ({"layer_replication": [[0, 2], [0, 2]]}, "asks for layer_replication"),
