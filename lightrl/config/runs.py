@@ -90,7 +90,8 @@ class LoraConfig:
     penalty or of DPO is the model without it."""
     engine: Literal["auto", "merged", "unmerged"] = "auto"
     """How the engine applies adapters: merged into its weights, or unmerged, beside them. auto: unmerged with --dtype
-    bfloat16 and --engine native or vllm, if no other option needs merged weights; otherwise merged."""
+    bfloat16 and --engine native or vllm, if neither another option nor, with vllm, an adapter of the vision tower needs
+    merged weights; otherwise merged."""
     others: tuple[str, ...] = ()
     """Further adapters that the engine applies where a request asks for them, as NAME=FOLDER, such as
     opponent=runs/old/final/adapter. Each folder is one that peft wrote. They are not trained. Needs --lora.engine

@@ -160,7 +160,7 @@ def _attach_options(run: RunContext, policy: Policy) -> None:
     """Adds adapters and the replay of routers, if the options ask for them."""
     if run.config.lora.is_on:
         add_adapters(policy.hf, run.config.lora, seed=run.config.seed)
-        serve_as_configured(run.strategy, run.config)
+        serve_as_configured(run.strategy, run.config, policy.hf)
     if run.config.routing.is_on:
         attach_replay(policy, keeps_logits=run.config.routing.has_losses)
 

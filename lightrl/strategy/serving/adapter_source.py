@@ -45,10 +45,17 @@ def check_adapters(config: Any, model_path: str) -> None:
         check_layers(model, [name for name, _ in lora.lora_layers(model)], "--lora.target_modules")
 
 
-def serve_as_configured(strategy: StrategyBase, config: Any) -> None:
-    """Calls serve_adapters() if the run's options ask for it (--lora.engine)."""
-    if sends_adapters(config):
+def serve_as_configured(strategy: StrategyBase, config: Any, model: Any) -> None:
+    """Calls serve_adapters() if the run's options ask for it (--lora.engine), and the adapted model allows it."""
+    # vLLM has no place for adapters of a vision tower.
+    is_merged = config.lora.engine == "auto" and config.engine == "vllm" and not _adapts_only_the_decoder(model)
+    if sends_adapters(config) and not is_merged:
         serve_adapters(strategy, other_adapters(config.lora))
+
+
+def _adapts_only_the_decoder(model: Any) -> bool:
+    inside = set(model.get_decoder().modules())
+    return all(layer in inside for _, layer in lora.lora_layers(model))
 
 
 def serve_adapters(strategy: StrategyBase, others: Mapping[str, str] | None = None) -> None:

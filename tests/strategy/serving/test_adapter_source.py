@@ -18,7 +18,7 @@ from lightrl.engines.native.adapted import AdaptedEngine
 from lightrl.models import lora
 from lightrl.models.policy import Policy
 from lightrl.strategy import StrategyBase, create_strategy
-from lightrl.strategy.serving.adapter_source import check_adapters, serve_adapters
+from lightrl.strategy.serving.adapter_source import AdapterSource, check_adapters, serve_adapters, serve_as_configured
 
 pytest.importorskip("peft")
 program = pytest.importorskip("lora_program")
@@ -213,3 +213,21 @@ def test_layers_of_a_vision_tower_are_refused_for_sglang(tmp_path: Path) -> None
     check_for_sglang(tmp_path, model, r"model\.language_model\..*proj", targets)
     with pytest.raises(ValueError, match=r"rival: .* of this language model, not beside model\.visual\.blocks\.0\."):
         check_for_sglang(tmp_path, model, r"model\.visual\..*gate_proj", targets)  # a name of the language model's, too
+
+
+@pytest.mark.parametrize(
+    ("engine", "options", "is_unmerged"),
+    [
+        ("vllm", {}, False),  # by default the vision tower has adapters too
+        ("vllm", {"target_modules": ("q_proj", "v_proj")}, True),
+        ("vllm", {"engine": "unmerged"}, True),  # the sync refuses it by name
+        ("native", {}, True),
+    ],
+)
+def test_vllm_gets_adapters_of_a_vision_tower_merged(engine: str, options: dict[str, Any], is_unmerged: bool) -> None:
+    config = GRPOConfig(strategy="single", dtype="bfloat16", engine=engine, lora=LoraConfig(rank=2, **options))
+    strategy = create_strategy(config)
+    model = pytest.importorskip("tiny_vlm").tiny_model("qwen2_5_vl")
+    lora.add_adapters(model, config.lora, seed=0)
+    serve_as_configured(strategy, config, model)
+    assert isinstance(strategy.serving.source, AdapterSource) == is_unmerged
