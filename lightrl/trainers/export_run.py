@@ -115,6 +115,12 @@ def _checkpoint_of(run: Path, step: int) -> int:
     return step or steps[-1]
 
 
+def _template_of(run: Path, given: str) -> str:
+    """Returns the file of the chat template: one that the run saved with a model or, without any, the given one."""
+    saved = (folder / "chat_template.jinja" for folder in (run / "final", *sorted(run.glob("exports/step-*"))))
+    return str(next((path for path in saved if path.is_file()), given))
+
+
 def _write(config: RunConfig, run: Path, step: int, target: Path) -> None:
     """Loads the weights of a checkpoint in this process and writes them."""
     if isinstance(config, PPOConfig) and config.critic.shared_backbone:
@@ -132,7 +138,7 @@ def _write(config: RunConfig, run: Path, step: int, target: Path) -> None:
     saved = media.processor if media else tokenizer
     if isinstance(config, RolloutConfig | OfflineConfig) and config.data.chat_template_file:
         for renderer in (tokenizer, saved):
-            set_template_file(renderer, config.data.chat_template_file)
+            set_template_file(renderer, _template_of(run, config.data.chat_template_file))
     if isinstance(config, SFTConfig | DPOConfig):  # the answers that it was trained on may be elsewhere
         ends = {end_of_turn(tokenizer), tokenizer.eos_token_id}
         stop_at([end for end in ends if end is not None], policy.hf, tokenizer)

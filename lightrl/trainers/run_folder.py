@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from lightrl.builtin.task import HELD_OUT
 from lightrl.checkpoint import save_bytes, save_json
 from lightrl.comm import Comm
-from lightrl.config import RolloutConfig, RunConfig, as_dict, to_yaml
+from lightrl.config import OfflineConfig, RolloutConfig, RunConfig, as_dict, to_yaml
 from lightrl.data.mixture import files_of, parts_of
 from lightrl.records import Experience
 from lightrl.trainers import earlier_run
@@ -41,6 +41,7 @@ _BLOCKS = 64
 _OBJECT = re.compile(r"([\w./-]+):[A-Za-z_]\w*")  # module:function, even inside name=[module:one, module:two]
 
 _Columns = Callable[[Experience], Mapping[str, Any]]
+_TrainerConfig = RolloutConfig | OfflineConfig
 
 _new_paths: list[Path] = []  # folders that this process has made under runs/
 
@@ -62,7 +63,7 @@ class RunFolder:
         if self.root.is_dir() and {path.name for path in self.root.iterdir()} - _OF_A_START:
             earlier_run.require_same(self.root, config)
 
-    def open(self, config: RunConfig, steps_done: int) -> None:
+    def open(self, config: _TrainerConfig, steps_done: int) -> None:
         """Saves the config, and drops rows that an interrupted run logged after the checkpoint to continue from."""
         self.root.mkdir(parents=True, exist_ok=True)
         save_bytes(self.root / "config.yaml", to_yaml(config).encode())
@@ -306,7 +307,7 @@ def _start(pid: int) -> int | None:
 # The hashes of the files that the options name show whether the data or the code has changed since the start.
 
 
-def note_inputs(root: Path, config: RunConfig, *, continues: bool) -> None:
+def note_inputs(root: Path, config: _TrainerConfig, *, continues: bool) -> None:
     """Writes the hashes of the files that the options name; warns of files that changed since the run began.
 
     The run goes on, since the change may be a corrected line. But its numbers are not those of an undisturbed run.
@@ -342,8 +343,8 @@ def hash_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _data_files(config: RunConfig) -> Iterator[Path]:
-    for source in (config.train_data, config.eval_data):
+def _data_files(config: _TrainerConfig) -> Iterator[Path]:
+    for source in (config.train_data, config.eval_data, config.data.chat_template_file):
         for part in parts_of(source) if source not in ("", *HELD_OUT) else []:
             yield from files_of(part.name)
 

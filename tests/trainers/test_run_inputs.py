@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.config import GRPOConfig, WorkflowConfig
+from lightrl.config import DataConfig, GRPOConfig, WorkflowConfig
 from lightrl.trainers import run_folder
 from lightrl.trainers.run_folder import hash_of, note_inputs
 
@@ -15,24 +15,29 @@ def test_changed_data_and_code_are_told_when_a_run_goes_on(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    for name in ("a.jsonl", "b-1.jsonl", "b-2.jsonl", "mine.py", "game_of_inputs.py"):
+    for name in ("a.jsonl", "b-1.jsonl", "b-2.jsonl", "mine.py", "game_of_inputs.py", "own.jinja"):
         Path(name).write_text(f"# {name}\n")
     workflow = WorkflowConfig(
         workflow="environment", workflow_args=("environment=game_of_inputs:Game", "url=http://127.0.0.1:80")
     )
-    config = GRPOConfig(train_data="a.jsonl + b-*.jsonl*2", reward=("mine.py:good=0.5", "length"), rollout=workflow)
+    config = GRPOConfig(
+        train_data="a.jsonl + b-*.jsonl*2",
+        reward=("mine.py:good=0.5", "length"),
+        rollout=workflow,
+        data=DataConfig(chat_template_file="own.jinja"),
+    )
     run = tmp_path / "run"
     run.mkdir()
     note_inputs(run, config, continues=True)  # a run of a version that wrote none
     known = json.loads((run / "inputs.json").read_text())
     game = str(tmp_path / "game_of_inputs.py")
-    assert set(known) == {"a.jsonl", "b-1.jsonl", "b-2.jsonl", "mine.py", game}
+    assert set(known) == {"a.jsonl", "b-1.jsonl", "b-2.jsonl", "mine.py", "own.jinja", game}
     note_inputs(run, config, continues=True)
     assert not caplog.records
-    for name in ("b-2.jsonl", "mine.py"):
+    for name in ("b-2.jsonl", "mine.py", "own.jinja"):
         Path(name).write_text("another line\n")
     note_inputs(run, config, continues=True)
-    assert "b-2.jsonl, mine.py changed since this run began" in caplog.text
+    assert "b-2.jsonl, mine.py, own.jinja changed since this run began" in caplog.text
     caplog.clear()
     note_inputs(run, config, continues=True)  # told once
     Path("a.jsonl").write_text("another line\n")
