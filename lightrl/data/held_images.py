@@ -33,8 +33,8 @@ def as_files(images: Any) -> Any:
 
 def _as_file(image: Any) -> Any:
     if isinstance(image, Mapping) and image and image.keys() <= {"bytes", "path"}:
-        given = image.get("bytes")
-        image = image.get("path") if given is None else _decoded(given) if isinstance(given, str) else given
+        given = image.get("bytes")  # None or empty beside a path
+        image = (_decoded(given) if isinstance(given, str) else given) if given else image.get("path")
     if isinstance(image, str) and _DATA_URL.match(image):
         image = _decoded(image.partition(",")[2])
     if isinstance(image, bytes):

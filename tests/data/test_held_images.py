@@ -60,9 +60,15 @@ def test_a_pil_image_keeps_the_way_up_that_it_says(tmp_path: Path) -> None:
     assert image_size(as_files(Image.new("CMYK", (4, 6)))) == (6, 4)
 
 
-@pytest.mark.parametrize("given", ["a.png", ["a.png"], 3, None, [{"url": "a"}], [{"bytes": None, "path": "a.png"}]])
+@pytest.mark.parametrize("given", ["a.png", ["a.png"], 3, None, [{"url": "a"}]])
 def test_paths_and_what_is_no_image_stay(given: Any, cache: Path) -> None:
-    assert as_files(given) == (["a.png"] if given == [{"bytes": None, "path": "a.png"}] else given)
+    assert as_files(given) == given
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("empty", [None, "", b""])
+def test_an_image_without_bytes_is_that_of_its_path(empty: Any, cache: Path) -> None:
+    assert as_files([{"bytes": empty, "path": "a.png"}, {"bytes": empty}]) == ["a.png", None]
     assert not cache.exists()
 
 
