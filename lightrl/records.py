@@ -84,6 +84,15 @@ class Prompt:
         return len(self.token_ids) + self.num_media_tokens
 
 
+def inner_value(record: Mapping[str, Any], name: str) -> Any:
+    """Returns a field's value, or that of a field inside a field, named as reward_model.ground_truth; else None."""
+    if name in record:
+        return record[name]
+    outer, _, inner = name.partition(".")
+    inside = record.get(outer)
+    return inner_value(inside, inner) if inner and isinstance(inside, Mapping) else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """A response to a prompt as the engine produced it; tools and environments may have written parts of it."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from lightrl.data.json_records import LocatedRecord, Record, field_names, inner_value
+from lightrl.data.json_records import LocatedRecord, Record, field_names
 from lightrl.data.prompts import ChatTemplateUse, require_message, shorten, tokenize_raw
 from lightrl.data.streamed import make_each, select
 from lightrl.models.chat_text import called_names, render, tools_of
-from lightrl.records import Answer, Example
+from lightrl.records import Answer, Example, inner_value
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
 Record = dict[str, Any]
@@ -42,15 +41,6 @@ def require_object(value: Any, where: str) -> Record:
             f"{where}: a record is a {type(value).__name__}. It must be a JSON object with a prompt or messages."
         )
     return value
-
-
-def inner_value(record: Mapping[str, Any], field: str) -> Any:
-    """Returns a field's value, or that of a field inside a field, named as reward_model.ground_truth; else None."""
-    if field in record:
-        return record[field]
-    outer, _, inner = field.partition(".")
-    inside = record.get(outer)
-    return inner_value(inside, inner) if inner and isinstance(inside, Mapping) else None
 
 
 def field_names(*records: Record) -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightrl.builtin.task import BUILTIN_TASKS, HELD_OUT
 from lightrl.data.held_images import as_files
-from lightrl.data.json_records import LocatedRecord, Record, field_names, inner_value
+from lightrl.data.json_records import LocatedRecord, Record, field_names
 from lightrl.data.media import absolute_paths, image_size, in_parts, media_folder, video_size
 from lightrl.data.mixture import files_of, parts_of
 from lightrl.data.reasoning_tasks import PREFIX, reasoning_records
@@ -18,7 +18,7 @@ from lightrl.data.record_files import ACCEPTED_SOURCES, load_from_disk, load_fro
 from lightrl.data.streamed import Streamed, chain, make_each
 from lightrl.models.chat_text import render, tools_of, with_readable_calls
 from lightrl.models.multimodal import FAMILIES, MediaProcessor
-from lightrl.records import Prompt
+from lightrl.records import Prompt, inner_value
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

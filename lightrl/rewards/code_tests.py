@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from lightrl.cores import cores_of_rank
-from lightrl.records import Sample
+from lightrl.records import Sample, inner_value
 from lightrl.rewards.sandbox import SandboxLimits, SandboxResult, choose_confinement, run_inputs, run_tests
 
 _FENCE = re.compile(r"```([^\s`]*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)  # any language: its end is no start
@@ -94,7 +94,7 @@ def _lines(text: str) -> list[str]:
 
 def _tests_of(fields: Mapping[str, Any], field: str) -> list[str | Mapping[str, str]]:
     """Reads the prompt's tests; raises ValueError if all programs pass them or none does, which a reward would hide."""
-    given = _parsed(fields.get(field))
+    given = _parsed(inner_value(fields, field))
     tests = [test for item in (given if isinstance(given, list | tuple) else [given]) for test in _checked(item)]
     if all(isinstance(test, str) and _flaw(test) for test in tests):
         found = f" (statements {_flaw(str(tests[0]))}: {tests[0]!r:.60})" if tests else ""

@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 
 from lightrl.comm import found_world
-from lightrl.data.json_records import inner_value
 from lightrl.metrics import Statistics
-from lightrl.records import ScoredGroup
+from lightrl.records import ScoredGroup, inner_value
 from lightrl.rewards.scoring import has_reward
 
 

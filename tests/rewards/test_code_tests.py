@@ -115,6 +115,13 @@ def test_a_loop_costs_the_tests_that_it_keeps_from_running() -> None:
     assert time.monotonic() - started < 60
 
 
+@pytest.mark.parametrize("name", ["info.tests", "info.tests.v1"])
+def test_the_tests_may_be_in_a_field_inside_a_field(name: str) -> None:
+    reward = load_reward("code", {"field": name})
+    fields = {"info": {"tests": ASSERTS[:2]}, "info.tests.v1": ASSERTS[:2]}  # a name with dots may be that of a field
+    assert score(reward, [answered(DOUBLE, fields=fields)]) == [1.0]
+
+
 def test_the_last_block_counts_or_all_there_is() -> None:
     assert extract_code("```python\na\n```\n```py\nb\n``` c") == "b\n"
     assert extract_code("```\na\n") == "a\n"
