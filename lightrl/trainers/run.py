@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -101,7 +100,7 @@ def open_run(config: TrainerConfig, *, kind: str, strategy: StrategyBase | None 
         checkpoint=checkpoint,
         model_path=model_path,
         context=stated_context(model_config.get_text_config()),
-        vocab_size=getattr(model_config.get_text_config(), "vocab_size", sys.maxsize),
+        vocab_size=getattr(model_config.get_text_config(), "vocab_size", None) or _no_vocabulary(model_path),
         tokenizer=tokenizer,
         media=media,
         encoder=PromptEncoder(media) if media is not None else None,
@@ -117,6 +116,12 @@ def _set_template(config: TrainerConfig, tokenizer: PreTrainedTokenizerBase, med
             set_template_file(renderer, config.data.chat_template_file)
         if config.data.chat_template_args:
             set_template_arguments(renderer, template_arguments(config.data))
+
+
+def _no_vocabulary(model: str) -> NoReturn:
+    raise ValueError(
+        f"--model {model}: its config states no vocab_size, the number of its tokens. Write it into its config.json."
+    )
 
 
 def _find_model(config: TrainerConfig, strategy: StrategyBase) -> str:

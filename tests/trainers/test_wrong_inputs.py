@@ -20,6 +20,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import PreTrainedConfig
 
 from lightrl.builtin.model import builtin_tokenizer
 from lightrl.config import DPOConfig, GRPOConfig, PPOConfig, RMConfig, SFTConfig
@@ -372,6 +373,16 @@ def test_a_token_that_only_the_tokenizer_has_is_named(field: str, toy: Path, tmp
     for make in makers:
         with refused("data.jsonl:3", "the token '~' of id 14, and the model's ids end at 13"):
             make()
+
+
+def test_a_config_without_the_number_of_tokens_is_told(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The config of a model's own code may call it by another name."""
+    config = PreTrainedConfig(**load_config(str(toy / "model")).to_dict() | {"vocab_size": None})
+    monkeypatch.setattr("lightrl.trainers.run.load_config", lambda *_, **__: config)
+    with refused("states no vocab_size"):
+        SFTTrainer(SFTConfig(model=str(toy / "model"), output_dir=str(tmp_path / "run")))
 
 
 @pytest.mark.parametrize("name", ["", "a:b", "/nowhere", "./nowhere", "a b/c", "a/b/c"])
