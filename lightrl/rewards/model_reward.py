@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightrl.comm import Comm
 from lightrl.models.chat_text import render, tools_of
 from lightrl.models.option_names import naming
-from lightrl.models.policy import check_model_folder, context_length, load_config, load_tokenizer, response_batch
+from lightrl.models.policy import check_model_folder, load_config, load_tokenizer, response_batch, stated_context
 from lightrl.models.reward_model import check_reward_scores, load_reward_model
 from lightrl.records import PackedBatch, Sample
 from lightrl.rewards.scoring import Outcome, failed, score_outcome
@@ -59,14 +59,14 @@ class ModelReward:
         _check_choices(chat_template=chat_template, append_eos=append_eos)
         if max_tokens < 1:
             raise ValueError(f"reward_model.max_tokens is {max_tokens}: it must be at least 1.")
-        _check_classifier(path, trust_remote_code=trust_remote_code)
+        config = _checked_config(path, trust_remote_code=trust_remote_code).get_text_config()
+        self._context, self._vocab_size = stated_context(config), config.vocab_size
         self._path = path
         self._trust_remote_code = trust_remote_code
         self._append_eos = append_eos
         self._max_tokens = max_tokens  # in one forward of a rank
         with naming("--reward_model"):
             self._tokenizer: Any = load_tokenizer(path, trust_remote_code=trust_remote_code)
-            self._context = context_length(path, trust_remote_code=trust_remote_code)
         self._renders = chat_template != "never" and bool(self._tokenizer.chat_template)
         if chat_template == "always" and not self._renders:
             raise ValueError(f"reward_model.chat_template is always, and the tokenizer in {path} has no template.")
@@ -97,17 +97,23 @@ class ModelReward:
         assert self._host is not None, "prepare() was not called"
         with self._host.comm.phase("reward model's tokens", local=True):
             sequences = [self._token_ids(sample) for sample in samples]
-        fitting = [index for index, ids in enumerate(sequences) if len(ids) <= self._context]
+        flaws = [self._flaw(ids) for ids in sequences]
+        fitting = [index for index, flaw in enumerate(flaws) if not flaw]
         outcomes: list[Outcome] = [
-            self._too_long(sample, len(ids)) for sample, ids in zip(samples, sequences, strict=True)
+            failed(_NAME, [sample], ValueError(flaw)) for sample, flaw in zip(samples, flaws, strict=True)
         ]
         for index, value in zip(fitting, self._scores([sequences[index] for index in fitting]), strict=True):
             outcomes[index] = score_outcome(_NAME, samples[index], value)
         return outcomes
 
-    def _too_long(self, sample: Sample, length: int) -> Outcome:
-        message = f"prompt and response have {length} tokens, and the reward model takes {self._context}"
-        return failed(_NAME, [sample], ValueError(message))
+    def _flaw(self, ids: Sequence[int]) -> str:
+        """Returns why the model cannot score these tokens; empty if it can."""
+        if len(ids) > self._context:
+            return f"prompt and response have {len(ids)} tokens, and the reward model takes {self._context}"
+        if (last := max(ids, default=0)) >= self._vocab_size:
+            name = self._tokenizer.convert_ids_to_tokens(last)
+            return f"the token {name!r} has the id {last}, and the reward model's ids end at {self._vocab_size - 1}"
+        return ""
 
     # ---- Tokens ------------------------------------------------------------------------------------------------
 
@@ -166,8 +172,8 @@ def _pack(sequences: Sequence[Sequence[int]]) -> PackedBatch:
     return response_batch([(ids, ()) for ids in sequences])
 
 
-def _check_classifier(path: str, *, trust_remote_code: bool) -> None:
-    """Refuses models other than classifiers with one output: a language model would get a head of random weights."""
+def _checked_config(path: str, *, trust_remote_code: bool) -> Any:
+    """Returns the config of a classifier with one output; a language model would get a head of random weights."""
     if not path:
         raise ValueError("The reward reward_model needs --reward_model, the folder or name of the model.")
     check_model_folder(path, "--reward_model")
@@ -181,6 +187,7 @@ def _check_classifier(path: str, *, trust_remote_code: bool) -> None:
         )
     if config.num_labels != 1:
         raise ValueError(f"--reward_model {path} has {config.num_labels} outputs: a reward model has one.")
+    return config
 
 
 def _check_choices(**given: str) -> None:

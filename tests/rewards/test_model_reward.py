@@ -134,6 +134,20 @@ def test_what_is_too_long_fails_alone(folder: Path) -> None:
     assert reward([]) == []
 
 
+def test_a_token_that_only_the_tokenizer_has_fails_alone(folder: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(folder, tmp_path / "model")
+    tokenizer = builtin_tokenizer()
+    tokenizer.add_tokens(["~"])
+    tokenizer.save_pretrained(model)
+    strategy = create_strategy(GRPOConfig(strategy="single"))
+    strategy.setup_distributed()
+    reward = ModelReward(path=str(model))
+    reward.prepare(strategy)
+    unknown, known = reward([answered("3~", prompt_text="1+2="), answered("3", prompt_text="1+2=")])
+    assert "the token '~' has the id 14, and the reward model's ids end at 13" in str(unknown)
+    assert isinstance(known, float)
+
+
 def test_what_gives_no_score_is_refused_at_once(folder: Path, tmp_path: Path) -> None:
     model, tokenizer = tiny_model()
     model.save_pretrained(tmp_path / "lm")
