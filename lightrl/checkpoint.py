@@ -14,6 +14,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -313,7 +314,8 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, temporary)
     except SafetensorError as error:
         raise _disk_error(error, temporary) from error
-    temporary.chmod(mode)
+    with suppress(OSError):  # some file systems have no modes
+        temporary.chmod(mode)
     _put_in_place(temporary, path)
 
 

@@ -305,6 +305,16 @@ def test_tensors_round_trip_with_their_types(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o666 & ~current_umask()
 
 
+def test_a_file_system_without_modes_takes_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "chmod", no_modes)
+    save_tensors(tmp_path / "tensors.safetensors", {"weight": torch.ones(2)})
+    assert names(tmp_path) == ["tensors.safetensors"]
+
+
+def no_modes(*_: object, **__: object) -> None:
+    raise PermissionError(errno.EPERM, "Operation not permitted")
+
+
 def current_umask() -> int:
     umask = os.umask(0)
     os.umask(umask)

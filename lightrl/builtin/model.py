@@ -140,9 +140,10 @@ def _save(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _publish(finished: Path, folder: Path) -> None:
-    finished.chmod(0o755)  # mkdtemp and safetensors grant access to the owner alone, but a cache may be shared
-    for path in finished.iterdir():
-        path.chmod(0o644)
+    with suppress(OSError):  # some file systems have no modes
+        finished.chmod(0o755)  # mkdtemp and safetensors grant access to the owner alone, but a cache may be shared
+        for path in finished.iterdir():
+            path.chmod(0o644)
     if folder.exists() and not is_made(folder):
         shutil.rmtree(folder)
     try:

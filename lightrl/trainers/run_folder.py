@@ -68,9 +68,8 @@ class RunFolder:
         self.root.mkdir(parents=True, exist_ok=True)
         save_bytes(self.root / "config.yaml", to_yaml(config).encode())
         note_inputs(self.root, config, continues=steps_done > 0)
-        for path in (self._metrics, self._samples):
-            if path.exists():
-                earlier_run.cut_after(path, steps_done)
+        for path in filter(Path.exists, (self._metrics, self._samples)):
+            earlier_run.cut_after(path, steps_done)
 
     # ---- Writing -----------------------------------------------------------------------------------------------
 

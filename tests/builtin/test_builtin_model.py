@@ -255,6 +255,16 @@ def test_model_folder_lies_under_the_environment_variable(
     assert builtin_model_path().parent == tmp_path / ".cache" / "lightrl"
 
 
+def test_model_folder_is_made_on_a_file_system_without_modes(
+    quick_recipe: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_modes(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "chmod", no_modes)
+    assert (builtin_model_path(cache_dir=tmp_path) / "model.safetensors").is_file()
+
+
 def test_changed_recipe_is_another_folder(quick_recipe: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = builtin_model_path(cache_dir=tmp_path)
     monkeypatch.setitem(builtin.RECIPES, "addition", replace(QUICK, seed=1))
