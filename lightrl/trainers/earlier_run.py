@@ -145,17 +145,23 @@ def continued(path: Path, own: Path) -> Path:
     A run that branched off another one can thus be continued by its own command. A path inside the run's own folder
     goes back to an earlier step.
     """
-    found = checkpoint_at(path)
+    found = checkpoint_at(path, own)
     if own.is_dir() and not found.resolve().is_relative_to(own.resolve()):
         return newest(own) or found
     return found
 
 
-def checkpoint_at(path: Path) -> Path:
-    """Returns the checkpoint at a path: the folder of a run, its checkpoints/, or a single checkpoint."""
+def checkpoint_at(path: Path, own: Path) -> Path:
+    """Returns the checkpoint at a path: the folder of a run, its checkpoints/, or a single checkpoint.
+
+    own: this run's checkpoints/, where the error for a path such as step-60 looks for the one that is meant.
+    """
     if not path.is_dir():
+        number = path.name.removeprefix("step-")
+        meant = [root / f"step-{number:0>6}" for root in (path.parent, own) if number.isdecimal()]
+        hint = next((f" Did you mean {folder}?" for folder in meant if folder.is_dir()), "")
         raise FileNotFoundError(
-            f"--resume {path}: there is no such folder. Give auto, never, or a checkpoint's folder."
+            f"--resume {path}: there is no such folder. Give auto, never, or a checkpoint's folder.{hint}"
         )
     if path.name == "checkpoints" or (path / "checkpoints").is_dir():
         root = path if path.name == "checkpoints" else path / "checkpoints"

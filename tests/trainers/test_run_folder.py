@@ -203,6 +203,11 @@ def test_what_resume_finds(tmp_path: Path) -> None:
     assert find_checkpoint(GRPOConfig(resume=str(first)), root) == first  # and goes back within a run's folder
     with pytest.raises(FileNotFoundError, match="there is no such folder"):
         find_checkpoint(GRPOConfig(resume="nowhere"), root)
+    for given in ("step-1", "1", str(root / "step-1")):
+        with pytest.raises(FileNotFoundError, match=rf"a checkpoint's folder\. Did you mean {first}\?$"):
+            find_checkpoint(GRPOConfig(resume=given), root)
+    with pytest.raises(FileNotFoundError, match="a checkpoint's folder.$"):
+        find_checkpoint(GRPOConfig(resume="step-3"), root)
     with pytest.raises(ValueError, match="is no checkpoint"):
         find_checkpoint(GRPOConfig(resume=str(tmp_path)), root)
 
