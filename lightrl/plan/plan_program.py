@@ -32,7 +32,7 @@ from lightrl.config import (
 )
 from lightrl.models.lora import require_peft
 from lightrl.models.option_names import naming
-from lightrl.models.policy import load_config
+from lightrl.models.policy import check_model_folder, load_config
 from lightrl.plan.fit import SAFE_SHARE, changed, choose, fits, flags_of, remedies
 from lightrl.plan.peaks import Machine, Models, plan_run
 from lightrl.plan.spread import num_trainers, strategy_name
@@ -199,8 +199,10 @@ def _read_config(path: str, trust_remote_code: bool) -> Any:
     path = str(builtin_model_path()) if path == BUILTIN_MODEL else path
     if not path.endswith(".json"):
         try:
+            if not Path(path).exists():
+                check_model_folder(path)
             return load_config(path, trust_remote_code=trust_remote_code)
-        except ValueError as error:
+        except (ValueError, FileNotFoundError) as error:
             raise ValueError(f"{error} A plan also takes the path of the model's config.json.") from error
     try:
         fields = json.loads(Path(path).read_bytes())

@@ -87,7 +87,7 @@ def test_the_least_peak_is_told_where_nothing_fits(model: str, capsys: pytest.Ca
         (["plan", "grpo", "--ranks", "3", "--tp_size", "2"], "--tp_size 2 = 2 does not divide 3 ranks"),
         (["plan", "grpo", "--device_memory", "24"], "give a number with a unit"),
         (["plan", "grpo", "--fit", "True"], "--fit True needs the memory of a device: give --device_memory"),
-        (["plan", "grpo", "--model", "no/folder/here"], "A plan also takes the path of the model's config.json."),
+        (["plan", "grpo", "--model", "no/folder/here"], "no such folder. A plan also takes the path of"),
         (["plan", "grpo", "--model", "none.json"], "--model none.json is no config.json of a model"),
     ],
 )
