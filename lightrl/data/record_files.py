@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 from lightrl.builtin.task import BUILTIN_TASKS
 from lightrl.data.json_records import LocatedRecord, Record, parse_json, require_object
 from lightrl.data.streamed import Streamed, stream_lines
+
+logger = logging.getLogger(__name__)
 
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _LONGEST_VALUE = 2**31 - 1  # characters
@@ -78,6 +81,9 @@ def _load_table(path: Path) -> list[LocatedRecord]:
 def _locate_cells(names: list[str], rows: list[list[str]], path: Path) -> list[LocatedRecord]:
     if not all(names) or len(set(names)) < len(names):
         raise ValueError(f"{path}: the first row must name each field once, and it is {names}.")
+    kind, wanted = path.suffix, _DELIMITERS[path.suffix]
+    if len(names) == 1 and set(names[0]) & set(";|,\t") - {wanted}:
+        logger.warning("%s has one field, %r: those of a %s file are separated by %r.", path, names[0], kind, wanted)
     for number, row in enumerate(rows, start=1):
         if len(row) != len(names):
             raise ValueError(f"{path}: row {number} has {len(row)} values for {len(names)} fields.")
@@ -111,7 +117,7 @@ def _load_directory(path: Path, stream: bool) -> Sequence[LocatedRecord]:
     try:
         loaded = datasets.load_from_disk(str(path)) if is_saved else datasets.load_dataset(str(path))
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(f"The directory {path} holds no data set that datasets can read: {error}") from error
+        raise ValueError(f"The directory {path} holds no data set that datasets can read: {_ended(error)}") from error
     return _locate_rows(_train_split(loaded, path), path, stream)
 
 
@@ -128,8 +134,13 @@ def load_from_hub(source: str, stream: bool) -> Sequence[LocatedRecord]:
         return _locate_rows(datasets.load_dataset(owner_and_name, config, split=split or "train"), source, stream)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ValueError(
-            f"Cannot load {source}: {error} The form is hf:OWNER/NAME[/CONFIG][:SPLIT], and SPLIT is train if left out."
+            f"Cannot load {source}: {_ended(error)} The form is hf:OWNER/NAME[/CONFIG][:SPLIT], and SPLIT is train if "
+            "left out."
         ) from error
+
+
+def _ended(error: Exception) -> str:
+    return f"{str(error).rstrip().removesuffix('.')}."
 
 
 def _import_datasets(source: str) -> Any:

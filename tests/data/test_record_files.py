@@ -177,14 +177,35 @@ def test_a_hub_name_is_taken_apart(
     assert calls == [arguments]
 
 
-def test_a_hub_name_that_does_not_load_says_how_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "header", "told"),
+    [
+        ("a.csv", "prompt;answer", "those of a .csv file are separated by ','"),
+        ("a.tsv", "prompt,answer", "those of a .tsv file are separated by '\\t'"),
+        ("a.csv", "prompt", ""),
+        ("a.csv", "prompt,answer; or none", ""),
+        ("a.csv", '"prompt, with a comma"', ""),
+    ],
+)
+def test_a_table_that_something_else_separates_is_read_with_a_warning(
+    name: str, header: str, told: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cells = header.replace("prompt", "1").replace("answer", "2")
+    records = load_records(write(tmp_path / name, f"{header}\n{cells}\n"))
+    assert told in caplog.text
+    assert bool(caplog.text) == bool(told)
+    assert len(records) == 1
+
+
+@pytest.mark.parametrize("end", ["", "."])
+def test_a_hub_name_that_does_not_load_says_how_it_is_written(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     datasets = pytest.importorskip("datasets")
 
     def load_dataset(*args: object, **kwargs: object) -> None:
-        raise FileNotFoundError("Dataset 'nobody/nothing' doesn't exist.")
+        raise FileNotFoundError(f"Dataset 'nobody/nothing' doesn't exist{end}")
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(ValueError, match=r"Cannot load hf:nobody/nothing: Dataset .* hf:OWNER/NAME\[/CONFIG\]"):
+    with pytest.raises(ValueError, match=r"Cannot load hf:nobody/nothing: Dataset .* exist\. The form is hf:OWNER"):
         load_records("hf:nobody/nothing")
     with pytest.raises(ValueError, match="hf: names no data set"):
         load_records("hf:")
