@@ -7,6 +7,7 @@ import resource
 import shutil
 import socket
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ _GB = 1 << 30
 _FEW_FILES = 4096  # a rank has files and sockets for loaders, workers and connections to every other rank
 _SMALL_SHARED_MEMORY = _GB  # NCCL takes some tens of MB for each rank, vLLM and data loaders more
 _LITTLE_DISK = 10 * _GB
+_LOOK_UP_S = 10.0
 
 
 def num_local_ranks() -> int:
@@ -112,7 +114,7 @@ def check_ports() -> Iterator[Finding]:
             yield ok("loopback", "a connection to 127.0.0.1 works")
     name = socket.gethostname()
     try:
-        address = socket.gethostbyname(name)
+        address = _address_of(name)
     except OSError as error:
         remedy = (
             f"Add {name} to /etc/hosts, or name the network interface by GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME."
@@ -125,6 +127,25 @@ def check_ports() -> Iterator[Finding]:
         warns=address.startswith("127.") and int(os.environ.get("WORLD_SIZE", "1")) > num_local_ranks(),
         remedy="Other machines cannot reach a loopback address: set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.",
     )
+
+
+def _address_of(name: str) -> str:
+    """Returns the address; raises OSError without an answer. A thread asks: looking up a name has no time limit."""
+    found: list[str | OSError] = []
+
+    def look_up() -> None:
+        try:
+            found.append(socket.gethostbyname(name))
+        except OSError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=look_up, daemon=True)
+    thread.start()
+    thread.join(_LOOK_UP_S)
+    answer = found[0] if found else OSError(f"no answer within {_LOOK_UP_S:g} s")
+    if isinstance(answer, OSError):
+        raise answer
+    return answer
 
 
 def check_folders(output_dir: str = "") -> Iterator[Finding]:

@@ -4,6 +4,7 @@ import os
 import resource
 import shutil
 import socket
+import time
 from collections import namedtuple
 from pathlib import Path
 
@@ -70,6 +71,13 @@ def test_a_host_name_without_an_address_is_a_warning(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(socket, "gethostbyname", unknown)
     assert by_check(check_ports())["host name"].verdict == "warning"
+
+
+def test_a_host_name_that_nothing_answers_for_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightrl.doctor.machine._LOOK_UP_S", 0.1)
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: time.sleep(2) or "10.0.0.1")
+    found = by_check(check_ports())["host name"]
+    assert (found.verdict, "no answer within 0.1 s" in found.found) == ("warning", True)
 
 
 def test_a_loopback_address_is_a_warning_where_other_machines_must_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
