@@ -76,11 +76,11 @@ def open_run(config: TrainerConfig, *, kind: str, strategy: StrategyBase | None 
     strategy.setup_distributed()
     comm, remote_code = strategy.comm, config.trust_remote_code
     folder, checkpoint = open_folder(config, kind, comm)
-    if checkpoint is not None:
-        checkpoint = newest_sound(checkpoint, comm, resume=config.resume)
+    checkpoint = checkpoint and newest_sound(checkpoint, comm, resume=config.resume)
     with comm.phase("set-up", local=True):
         train_records = load_records(config.train_data, stream=config.data.stream)
-        eval_records = load_records(source) if (source := config.eval_data or held_out_of(config.train_data)) else []
+        eval_data = config.eval_data or held_out_of(config.train_data)
+        eval_records = load_records(eval_data) if eval_data else []
     model_path = _find_model(config, strategy)
     with comm.phase("set-up", local=True):
         model_config = load_config(model_path, trust_remote_code=remote_code)
