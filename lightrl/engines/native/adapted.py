@@ -26,7 +26,7 @@ from lightrl.engines.native.row_adapters import NO_ADAPTER, ChosenAdapters, Mixe
 from lightrl.engines.native.sampler import SamplingPlan
 from lightrl.engines.native.scheduler import Admission, Request
 from lightrl.engines.weights.account import raise_problems
-from lightrl.engines.weights.adapters import ArrivingAdapters, Factors, fits, label, layer_sizes, with_factors
+from lightrl.engines.weights.adapters import ArrivingAdapters, Factors, label, layer_sizes, with_factors
 from lightrl.models.lora import lora_layers
 from lightrl.models.saved_adapters import SavedAdapter
 
@@ -203,7 +203,7 @@ class AdaptedEngine(NativeEngine):
         if first is not None:
             super().load_weights(chain([first], plain), version)
             self._take_others()
-        given = {name: pair for name, pair in arriving.factors().items() if self._fits(name, pair, arriving)}
+        given = arriving.factors()
         for name, pair in given.items():
             self._take(name, pair)
         self._runner.refresh()
@@ -222,12 +222,6 @@ class AdaptedEngine(NativeEngine):
         for name, factors in self._others.items():
             for layer, pair in factors.items():
                 arriving.compare(label(name, layer), pair, self._held(layer, self._numbers[name]))
-
-    def _fits(self, name: str, pair: Factors, arriving: ArrivingAdapters) -> bool:
-        is_fit = fits(pair, *self._sizes[name])
-        if not is_fit:
-            arriving.account.add_problem(f"misshapen adapter of {name}: got {[tuple(part.shape) for part in pair]}")
-        return is_fit
 
     def _take(self, name: str, given: Factors, number: int = 0) -> None:
         layer: Any = self.model.get_submodule(name)

@@ -21,7 +21,6 @@ from lightrl.engines.weights.adapters import (
     UP,
     ArrivingAdapters,
     Factors,
-    fits,
     label,
     layer_sizes,
     with_factors,
@@ -110,15 +109,9 @@ class AdaptedSGLangEngine(SGLangEngine):
         if first is not None:
             super().load_weights(chain([first], plain), version)
             pairs += self._others.items()
-        pairs += [(name, pair) for name, pair in arriving.factors().items() if self._fits(name, pair, arriving)]
+        pairs += arriving.factors().items()
         problems = self._send(_named(pairs), version)
         self._finish_load(arriving.account.problems() + problems, version)
-
-    def _fits(self, name: str, pair: Factors, arriving: ArrivingAdapters) -> bool:
-        is_fit = fits(pair, *self._sizes[name])
-        if not is_fit:
-            arriving.account.add_problem(f"misshapen adapter of {name}: got {[tuple(part.shape) for part in pair]}")
-        return is_fit
 
 
 def _named(pairs: Iterable[tuple[str, Factors]]) -> NamedTensors:

@@ -47,10 +47,10 @@ def adapter_and_layer(labelled: str) -> tuple[str, str]:
 class ArrivingAdapters:
     """Collects the adapters of one weight sync from the stream of weights."""
 
-    def __init__(self, layers: Iterable[str]) -> None:
-        """Takes the plain names of the `layers` whose adapters must arrive."""
-        self._layers = sorted(layers)
-        self.account = WeightAccount({name + part: None for name in self._layers for part in (DOWN, UP)})
+    def __init__(self, sizes: Mapping[str, tuple[int, int]]) -> None:
+        """Takes the layer_sizes() of the layers whose adapters must arrive."""
+        self._sizes = sizes
+        self.account = WeightAccount({name + part: None for name in sorted(sizes) for part in (DOWN, UP)})
         self._came: dict[str, Tensor] = {}
 
     def taken_from(self, weights: NamedTensors) -> Iterator[tuple[str, Tensor]]:
@@ -62,9 +62,18 @@ class ArrivingAdapters:
                 self._came[name] = tensor.detach()
 
     def factors(self) -> dict[str, Factors]:
-        """Returns the adapters that arrived complete, by layer."""
-        pairs = ((name, self._came.get(name + DOWN), self._came.get(name + UP)) for name in self._layers)
-        return {name: Factors(down, up) for name, down, up in pairs if down is not None and up is not None}
+        """Returns the adapters that arrived complete and fit their layers, by layer; one that does not is a problem."""
+        found = {}
+        for name, (inputs, outputs) in sorted(self._sizes.items()):
+            down, up = self._came.get(name + DOWN), self._came.get(name + UP)
+            if down is None or up is None:
+                continue
+            shapes = [tuple(down.shape), tuple(up.shape)]
+            if shapes == [(len(down), inputs), (outputs, len(down))]:
+                found[name] = Factors(down, up)
+            else:
+                self.account.add_problem(f"misshapen adapter of {name}: got {shapes}")
+        return found
 
     def compare(self, name: str, given: Factors, held: Factors) -> None:
         """Records each factor of an adapter that the engine does not hold as it was given."""
@@ -80,12 +89,6 @@ def cut_like(factors: Factors, places: Sequence[Place]) -> Factors:
     down = factors.down.narrow(*columns[0]) if columns else factors.down
     up = torch.cat([factors.up.narrow(*window) for window in rows]) if rows else factors.up
     return Factors(down, up)
-
-
-def fits(factors: Factors, inputs: int, outputs: int) -> bool:
-    """Returns whether an adapter fits a layer of this size."""
-    rank = factors.down.shape[0]
-    return tuple(factors.down.shape) == (rank, inputs) and tuple(factors.up.shape) == (outputs, rank)
 
 
 def layer_sizes(model: nn.Module, layers: Iterable[str]) -> Mapping[str, tuple[int, int]]:

@@ -11,7 +11,6 @@ from lightrl.engines.weights.adapters import (
     Factors,
     adapter_and_layer,
     cut_like,
-    fits,
     label,
     layer_sizes,
     with_factors,
@@ -22,7 +21,7 @@ DOWN, UP = torch.arange(6.0).view(2, 3), torch.arange(8.0).view(4, 2)  # rank 2,
 
 
 def test_the_stream_is_divided_and_every_fault_is_named() -> None:
-    arriving = ArrivingAdapters(["a", "b"])
+    arriving = ArrivingAdapters({"a": (3, 4), "b": (3, 4)})
     weights = [("w", UP), ("a.lora_A.weight", DOWN), ("a.lora_B.weight", UP), ("b.lora_B.weight", UP)]
     rest = list(arriving.taken_from([*weights, ("b.lora_B.weight", UP), ("c.lora_A.weight", DOWN)]))
     assert [name for name, _ in rest] == ["w"]
@@ -35,7 +34,7 @@ def test_the_stream_is_divided_and_every_fault_is_named() -> None:
 
 
 def test_what_an_engine_holds_is_compared_in_its_own_type() -> None:
-    arriving, given = ArrivingAdapters([]), Factors(DOWN, UP)
+    arriving, given = ArrivingAdapters({}), Factors(DOWN, UP)
     arriving.compare("a", given, Factors(DOWN.bfloat16(), UP.bfloat16()))
     assert not arriving.account.problems()
     arriving.compare("a", given, Factors(DOWN, 2 * UP))
@@ -45,9 +44,13 @@ def test_what_an_engine_holds_is_compared_in_its_own_type() -> None:
 def test_an_adapter_fits_a_layer_of_its_size() -> None:
     (size,) = layer_sizes(nn.Sequential(nn.Linear(3, 4)), ["0"]).values()
     assert size == (3, 4)
-    assert fits(Factors(DOWN, UP), *size)
-    assert not fits(Factors(DOWN, UP[:3]), *size)
-    assert not fits(Factors(DOWN[:1], UP), *size)
+    for down, up in ((DOWN, UP), (DOWN, UP[:3]), (DOWN[:1], UP)):
+        arriving = ArrivingAdapters({"0": size})
+        assert not list(arriving.taken_from([("0.lora_A.weight", down), ("0.lora_B.weight", up)]))
+        is_fit = down is DOWN and up is UP
+        assert list(arriving.factors()) == (["0"] if is_fit else [])
+        shapes = [tuple(down.shape), tuple(up.shape)]
+        assert arriving.account.problems() == ([] if is_fit else [f"misshapen adapter of 0: got {shapes}"])
 
 
 def test_an_adapter_is_cut_as_the_weight_beside_it() -> None:
