@@ -35,11 +35,6 @@ class TokenSelector:
         elif config.selection_args:
             raise _selects_nothing(config)
 
-    @property
-    def is_needed(self) -> bool:
-        """Whether choose() must be given the scores of the policy before the update."""
-        return self._select is not None or self._entropy_fraction < 1
-
     def choose(
         self,
         experience: Sequence[Experience],

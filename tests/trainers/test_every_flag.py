@@ -166,8 +166,7 @@ def take(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Take]:
         config = trainer.config = configured(base, options)
         teaching = config.distillation if config.teacher_model else None
         trainer.objective = PolicyObjective(config.algorithm, distillation=teaching, selects_tokens=True)
-        selector = TokenSelector(config.algorithm)
-        trainer.selector = selector if selector.is_needed else None
+        trainer.selector = TokenSelector(config.algorithm) if trainer.objective.needs_selection else None
         trainer.reference = other if config.algorithm.kl_coef else None
         trainer.teacher = other if teaching is not None else None
         trainer.policy.load_state_dict(weights)

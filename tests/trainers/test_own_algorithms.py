@@ -236,7 +236,6 @@ def test_own_losses_select_tokens() -> None:
     assert loss_of(loss=HERE + "unselected") == pytest.approx(-5 / 3)
     config = AlgorithmConfig(loss=HERE + "unselected", selection_args=("fraction=0.25",))
     selector = TokenSelector(config)
-    assert selector.is_needed
     sample = dataclasses.replace(samples_of(1)[0], response_ids=(5,) * 4, sampler_logprobs=(0.0,) * 4)
     logprobs = {(0, 0): [-1.0, -4.0, -2.0, -3.0]}
     experience = [Experience(sample=sample, reward=0.0, advantage=1.0)]

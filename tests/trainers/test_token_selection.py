@@ -42,7 +42,6 @@ def choose(
     items: list[Experience], seed: int = 0, **algorithm: object
 ) -> tuple[dict[str, TokenMasks], dict[str, float]]:
     selector = TokenSelector(AlgorithmConfig(**algorithm))  # type: ignore[arg-type]
-    assert selector.is_needed
     statistics = Statistics()
     choice = selector.choose(items, LOGPROBS, ENTROPY, seed=seed, comm=Comm(), statistics=statistics)
     return choice, statistics.reduce(SimpleNamespace(all_gather_object=lambda item: [item]))
@@ -100,10 +99,6 @@ def test_a_token_that_is_too_old_takes_no_place_among_the_chosen() -> None:
 def test_a_rank_without_samples_chooses_none() -> None:
     choice, _ = choose([], loss="kl_cov", entropy_fraction=0.5)
     assert choice == {"selected": {}, "in_policy_loss": {}}
-
-
-def test_it_is_not_needed_for_other_losses() -> None:
-    assert not TokenSelector(AlgorithmConfig()).is_needed
 
 
 @pytest.mark.parametrize(
