@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 
 from lightrl.config import DeepSpeedConfig, LoraConfig, MegatronConfig, RolloutConfig
@@ -19,10 +18,9 @@ from lightrl.engines.link import SIGNAL, Command, Link
 from lightrl.metrics import Statistics
 from lightrl.models.packed_attention import varies_with_length
 from lightrl.models.policy import load_policy
-from lightrl.records import Sample, ScoredGroup
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.roles import Role
-from lightrl.rollout.collector import Collector, sampling_of
+from lightrl.rollout.collector import Collector, grouped, sampling_of
 from lightrl.rollout.episode_collector import EpisodeCollector, collector_of_episodes
 from lightrl.rollout.episode_production import EpisodeProduction
 from lightrl.rollout.production import Production
@@ -146,7 +144,7 @@ class RolloutServer:
             temperature=config.temperature,
         )
         rewards = self.collector.score(samples, statistics)
-        groups = _groups(samples, rewards, command["step"])
+        groups = grouped(samples, rewards, config.group_size, command["step"])
         self.link.answer(
             to_bytes({"groups": [group_state(group) for group in groups], "statistics": statistics.take()})
         )
@@ -222,12 +220,3 @@ def _server_options(config: RolloutConfig, role: Role) -> RolloutConfig:
         deepspeed=DeepSpeedConfig(),
         megatron=MegatronConfig(),
     )
-
-
-def _groups(samples: list[Sample], rewards: list[float], step: int) -> list[ScoredGroup]:
-    """Groups samples by prompt; samples of a prompt are adjacent."""
-    groups = []
-    for _, part in groupby(zip(samples, rewards, strict=True), key=lambda pair: pair[0].position):
-        own, scores = zip(*part, strict=True)
-        groups.append(ScoredGroup(samples=own, rewards=scores, step=step))
-    return groups

@@ -1,29 +1,6 @@
 from lightrl.config import GRPOConfig
-from lightrl.records import Prompt, Sample
 from lightrl.roles import Role
-from lightrl.trainers.rollout_server import _groups, _server_options
-
-
-def sample(position, index):
-    prompt = Prompt(index=0, text="", token_ids=(1,))
-    return Sample(
-        prompt=prompt,
-        position=position,
-        sample_index=index,
-        response_ids=(),
-        sampler_logprobs=(),
-        versions=(),
-        finish_reason="stop",
-        text="",
-    )
-
-
-def test_a_group_has_the_samples_of_one_prompt():
-    samples = [sample(0, 0), sample(0, 1), sample(2, 0)]
-    groups = _groups(samples, [1.0, 0.0, 0.5], 4)
-    assert [[item.key for item in group.samples] for group in groups] == [[(0, 0), (0, 1)], [(2, 0)]]
-    assert [(group.rewards, group.step) for group in groups] == [((1.0, 0.0), 4), ((0.5,), 4)]
-    assert _groups([], [], 0) == []
+from lightrl.trainers.rollout_server import _server_options
 
 
 def test_a_server_has_the_run_options_without_a_trainer():
