@@ -98,7 +98,6 @@ def import_extra(module: str, *, extra: str, needed_by: str) -> Any:
     """Imports a package that an extra installs; raises an ImportError that names the extra if it is missing.
 
     Args:
-        module: The module to import.
         extra: Name of the extra in pyproject.toml.
         needed_by: Subject of the message.
     """

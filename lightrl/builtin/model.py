@@ -50,7 +50,6 @@ def builtin_model_path(
     """Returns the Hugging Face folder of a built-in model with its tokenizer; the first call makes it.
 
     Args:
-        name: Name of the built-in model.
         cache_dir: Folder that holds the model's folder. None: $LIGHTRL_CACHE if set, otherwise ~/.cache/lightrl.
         on_progress: Called with a line of text about every second while the model is made.
     """

@@ -16,7 +16,6 @@ def assign_to_ranks(lengths: Sequence[int], owners: Sequence[int], world: int) -
     Args:
         lengths: tokens of each sample.
         owners: the rank that holds each sample now.
-        world: the number of ranks.
     """
     _check_assignment(lengths, owners, world)
     present = list(owners)

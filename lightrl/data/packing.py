@@ -211,10 +211,8 @@ def split_micro_batches(
     agree on a number; if there are fewer samples than that, the last entries are empty.
 
     Args:
-        items: samples, or examples.
         max_tokens: largest number of prompt and response tokens in a micro-batch; None: no limit.
         max_samples: largest number of samples in a micro-batch; None: no limit.
-        min_num: smallest number of micro-batches to return.
     """
     ordered = sorted(items, key=lambda item: (-item.num_tokens, item.key))
     if min_num == 1 and _fits(ordered, max_tokens, max_samples):

@@ -18,7 +18,6 @@ class Streamed(Sequence[Item], Generic[Item]):
     """A sequence that makes an item at each request and keeps none.
 
     Args:
-        length: the number of items.
         make: returns the item at an index from 0 to length - 1, always the same one.
     """
 

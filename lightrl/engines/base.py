@@ -286,9 +286,6 @@ def create_engine(
     Args:
         name: a built-in name, the import path of a class or factory, or a factory.
         source: the trainer's unwrapped model.
-        tokenizer: the model's tokenizer.
-        options: the options of the run.
-        device: the device of this rank.
         group: the ranks that drive the engine together; None means this rank alone.
     """
     factory = name if callable(name) else load_object(name, builtin=BUILTIN_ENGINES, what="engine", example="MyEngine")

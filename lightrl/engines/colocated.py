@@ -236,7 +236,6 @@ class ColocatedEngine:
 
         Args:
             weights: the pairs, consumed to the end.
-            version: the version of these weights.
             expected: the trainer's fingerprints, which prove that the pairs are the trainer's; None skips the proof.
             recompute_kv: False lets unfinished requests keep the keys and values of the older weights.
         """

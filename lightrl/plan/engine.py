@@ -48,14 +48,9 @@ def engine_of(
     """Returns the bytes of a rank's engine.
 
     Args:
-        config: The run's options.
-        policy: The model that generates.
-        batches: The sequences of a step.
-        adapters: Those that the engine applies; None if it has none.
         ranks: Number of ranks that generate.
         memory: Bytes of the device, a share of which vllm and sglang take.
         trainers: Number of ranks that train; None: the same ones.
-        is_accelerator: Whether the device is a GPU.
     """
     size = 2 if config.dtype == "bfloat16" else _FLOAT
     plain = [weight for weight in policy.weights if ".lora_" not in weight.name and "value_head" not in weight.name]

@@ -64,9 +64,6 @@ def kept_of(model: Model, config: RunConfig, world: int, *, several: bool, stage
     """Returns the bytes of a model on the fullest rank.
 
     Args:
-        model: The model that is kept.
-        config: The run's options.
-        world: Number of ranks.
         several: Whether an update has more than one micro-batch.
         stage: A stage of Megatron's pipeline; None means the one that keeps the most.
     """

@@ -70,7 +70,6 @@ def curves(runs: Sequence[RunFiles], points: int) -> list[Section]:
     """Returns a chart for each metric: the most telling ones in the open sections, all others in the last section.
 
     Args:
-        runs: The runs to compare.
         points: Largest number of points in a curve.
     """
     names = {name for run in runs for name in run.metric_names if run.values(name)}

@@ -18,8 +18,6 @@ def oldest_with_fresh(
 
     Args:
         started: The version that each group was started under.
-        finished: The groups that are finished.
-        step: The number of the step.
         rules: The size of a batch, and the share.
     """
     ordered = sorted(finished, key=lambda group: (started[group], group))

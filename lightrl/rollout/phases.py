@@ -86,7 +86,6 @@ class PhasedDriver(EpisodeDriver):
         """Steps the engine `count` times; every rank of its group calls it.
 
         Args:
-            count: The number of steps.
             allowed: Tickets that the engine works on; None: all.
         """
         self._allowed = allowed

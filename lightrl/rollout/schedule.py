@@ -28,8 +28,6 @@ class Schedule:
 
         Args:
             scheduler: Decides which groups start when, and which make up a batch.
-            comm: The ranks.
-            prompts: The whole data set.
             index_at: Returns the data index of a ticket's prompt.
             engine_size: Number of ranks that drive an engine together; the first of them has the tickets of all.
         """

@@ -36,7 +36,6 @@ def admissible(rules: Rules, *, version: int, started: int, running: int) -> int
     """Returns how many groups may be started under a version of the weights, by AReaL's formula (arXiv:2505.24298).
 
     Args:
-        rules: The limits.
         version: The number of the weights, which is that of the next step.
         started: Number of groups started in the whole run, without those that were lost.
         running: Number of groups that are not finished.
@@ -56,9 +55,6 @@ def forced_first(
 
     Args:
         started: The version under which each ticket was started, for all that run or are finished.
-        finished: The finished tickets.
-        step: The number of the step.
-        rules: The limits.
     """
     size = rules.batch_size
     chosen = tuple(sorted(finished, key=lambda ticket: (started[ticket], ticket))[:size])

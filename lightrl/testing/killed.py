@@ -69,11 +69,6 @@ def run_and_signal(
     """Runs a Python file on world_size ranks and sends a signal to some of them.
 
     Args:
-        program: The Python file.
-        args: Its arguments.
-        world_size: The number of ranks.
-        victims: The ranks that get the signal.
-        signum: The signal.
         when: Takes the seconds since the start, and returns whether it is time for the signal.
         timeout_s: Time limit for the signal to become due. After that, a run that is still going is killed.
         end_timeout_s: Time limit for the ranks to end after the signal.

@@ -24,9 +24,7 @@ def write_card(folder: Path, root: Path, config: Any, *, step: int) -> None:
     """Writes the card of the model in a folder.
 
     Args:
-        folder: a Hugging Face folder.
         root: the folder of the run that made it.
-        config: the options of the run.
         step: the step after which the model was saved.
     """
     stored = folder / HASH_FILE

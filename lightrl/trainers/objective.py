@@ -159,7 +159,6 @@ class PolicyObjective(PolicyLoss):
         """Loads and tries the functions that the config names.
 
         Args:
-            config: The options of the algorithm.
             group_size: Samples of each prompt; ValueError if the advantages need more. None skips the check.
             distillation: How a teacher is followed; None without a teacher.
             selects_tokens: Whether the trainer chooses tokens over a whole update, by a TokenSelector.
@@ -231,7 +230,6 @@ def load_and_try(
     A built-in function that is left at its defaults needs no trial.
 
     Args:
-        kind: The kind of function.
         name: Its name or path.
         args: Its parameters as name=value.
         trial: Returns the arguments of the trial call.

@@ -254,7 +254,6 @@ class PolicyUpdates:
         """Takes one optimizer step per update.
 
         Args:
-            model: The model to train.
             updates: The micro-batches of each update of every epoch; an update with nothing to train changes nothing.
             loss: The mean loss of a micro-batch, from the model's output.
             weight: The number of terms of which the loss is a mean.

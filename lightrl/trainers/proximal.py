@@ -17,7 +17,6 @@ def with_other_policy(batch: Batch, algorithm: AlgorithmConfig, step: int, older
 
     Args:
         batch: With the logprobs before the update, if the options ask for them.
-        algorithm: The options.
         step: The number of the step; its weights have this version, and the update makes the next one.
         older: The samples that have tokens of older weights.
     """

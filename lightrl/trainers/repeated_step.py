@@ -34,8 +34,6 @@ def repeat_step(
     Args:
         build: Makes the trainer of the run from its options.
         read_options: Returns the run's options with additional arguments.
-        run: The folder of the run.
-        step: The number of the step.
         is_debugged: Whether to enter the debugger before the step.
     """
     wanted = _metrics_of(run, step)

@@ -67,7 +67,6 @@ def open_run(config: TrainerConfig, *, kind: str, strategy: StrategyBase | None 
     """Joins the world, then checks folder, data and model files in this order, before any weights are loaded.
 
     Args:
-        config: the options of the run.
         kind: the trainer's name, used for a new folder under runs/.
         strategy: the caller's own strategy; None creates the one that the config names.
     """

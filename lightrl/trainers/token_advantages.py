@@ -77,7 +77,6 @@ class TokenAdvantages:
         """Returns the targets of this rank's samples. Every rank must call it, even without samples.
 
         Args:
-            experience: This rank's samples of the step.
             values: The critic's values by sample, one before each response token and one after the last.
             kl: The KL of each response token by sample, subtracted from its reward; None subtracts nothing.
             kl_coef: Weight of that KL.

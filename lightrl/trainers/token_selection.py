@@ -50,7 +50,6 @@ class TokenSelector:
         Every rank must call it, even without samples.
 
         Args:
-            experience: This rank's samples of the update.
             logprobs: Those of the policy before the update, by sample.
             entropy: That of the policy before the update, by sample.
             seed: Depends on the run and the step.

@@ -147,8 +147,6 @@ class NativeEngine(InferenceEngine):
 
         Args:
             model: a causal language model, or a vision-language model of one of the known families.
-            eos_token_ids: the tokens that end a sample.
-            device: where the model is.
             max_num_seqs: the most samples that run at the same time.
             max_model_len: the most tokens of prompt and response; None means all positions of the model.
             media: the processor of a vision-language model; without one, the engine takes only text.

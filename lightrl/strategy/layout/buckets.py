@@ -16,7 +16,6 @@ def buckets(
     """Groups consecutive tensors of at most limit_bytes together; a larger one is a group of its own.
 
     Args:
-        named: names and tensors.
         num_bytes: returns the bytes of a whole tensor.
         limit_bytes: the most bytes of a group's whole tensors.
         fits_together: whether a tensor may be in the group that begins with another.

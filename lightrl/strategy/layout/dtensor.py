@@ -42,7 +42,6 @@ class DTensorLayout(PlainLayout):
         """Sets up how parameters are gathered.
 
         Args:
-            comm: the ranks that hold the parameters.
             device: where gathered tensors lie.
             bucket_bytes: the size of the whole tensors held at a time; a larger tensor is a bucket of its own.
             replica: the ranks that together hold one whole model; needed for tensors that tensor parallelism

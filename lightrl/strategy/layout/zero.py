@@ -32,8 +32,6 @@ class ZeroLayout(PlainLayout):
         """Sets up how parameters are gathered.
 
         Args:
-            comm: the ranks that hold the parameters.
-            deepspeed: the imported module.
             device: where gathered tensors lie.
             bucket_bytes: the size of the whole parameters gathered at a time.
             cpu_adam: whether the optimizer is DeepSpeed's own, whose step counter is a plain number.
