@@ -1,4 +1,4 @@
-"""WeightAverage: an exponential moving average of a model's weights (EMA)."""
+"""AverageOfModel: an exponential moving average of a model's weights (EMA)."""
 
 from __future__ import annotations
 
@@ -14,34 +14,12 @@ from lightrl.strategy.layout.plain import PlainLayout, SavedTensors
 from lightrl.strategy.optim.hooks import UpdateHook
 
 
-class WeightAverage:
-    """Averages this rank's part of each weight in float32. It starts at the given weights, without bias correction.
-
-    After each update: average = decay x average + (1 - decay) x weight.
-    """
-
-    def __init__(self, shards: Mapping[str, Tensor], decay: float) -> None:
-        for name, shard in shards.items():
-            if shard.dtype != torch.float32:
-                raise ValueError(f"--ema_decay needs float32 weights, but {name} is {shard.dtype}.")
-        self.decay = decay
-        self.shards = {name: shard.detach().clone() for name, shard in shards.items()}
-
-    @torch.no_grad()
-    def update(self, shards: Mapping[str, Tensor]) -> None:
-        """Adds the weights after an update to the average."""
-        for name, average in self.shards.items():
-            average.lerp_(shards[name], 1 - self.decay)
-
-    @torch.no_grad()
-    def restart(self, shards: Mapping[str, Tensor]) -> None:
-        """Starts anew with these weights as the average."""
-        for name, average in self.shards.items():
-            average.copy_(shards[name])
-
-
 class AverageOfModel(UpdateHook):
-    """Keeps the average of a model's trained weights, and lends it to the model."""
+    """Keeps the average of a model's trained weights, this rank's part in float32, and lends it to the model.
+
+    It starts at the model's weights, without bias correction. After each update:
+    average = decay x average + (1 - decay) x weight.
+    """
 
     def __init__(
         self, model: nn.Module, layout: PlainLayout, decay: float, *, before_writing: Callable[[nn.Module], None]
@@ -50,21 +28,29 @@ class AverageOfModel(UpdateHook):
         self.model = model
         self._layout = layout
         self._before_writing = before_writing
-        self._average = WeightAverage(self._shards(), decay)
+        self.decay = decay
+        self._average: dict[str, Tensor] = {}
+        for name, shard in self._shards().items():
+            if shard.dtype != torch.float32:
+                raise ValueError(f"--ema_decay needs float32 weights, but {name} is {shard.dtype}.")
+            self._average[name] = shard.detach().clone()
 
+    @torch.no_grad()
     def after_update(self, optimizer: Optimizer, *, is_finite: bool) -> None:
         if is_finite:
-            self._average.update(self._shards())
+            shards = self._shards()
+            for name, average in self._average.items():
+                average.lerp_(shards[name], 1 - self.decay)
 
     def tensors(self) -> list[Tensor]:
-        return [*self._average.shards.values()]
+        return [*self._average.values()]
 
     @contextmanager
     def lent(self) -> Iterator[None]:
         """Gives the model the average inside the context and its own weights back afterwards; a collective."""
         self._before_writing(self.model)
         own = {name: shard.clone() for name, shard in self._shards().items()}
-        self._write(self._average.shards)
+        self._write(self._average)
         try:
             yield
         finally:
@@ -81,7 +67,7 @@ class AverageOfModel(UpdateHook):
     def read_tensors(self, read: Callable[[str], SavedTensors], state: dict[str, Any]) -> None:
         """Reads the average through the model's weights, or restarts it from them if the checkpoint has no average."""
         if not state.get("has_average", False):
-            self._average.restart(self._shards())
+            self._restart()
             return
         saved = read("ema")
         with self.lent():
@@ -89,7 +75,14 @@ class AverageOfModel(UpdateHook):
                 if name not in saved.names:
                     raise ValueError(f"The checkpoint holds no average of {name}, which trains here.")
                 self._layout.read_into(self._layout.detached(parameter), saved, name)
-            self._average.restart(self._shards())
+            self._restart()
+
+    @torch.no_grad()
+    def _restart(self) -> None:
+        """Takes the weights as the average."""
+        shards = self._shards()
+        for name, average in self._average.items():
+            average.copy_(shards[name])
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, item) for name, item in sorted(self.model.named_parameters()) if item.requires_grad]

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from lightrl.config import GRPOConfig, StrategyOptions
-from lightrl.strategy.optim.weight_average import WeightAverage
+from lightrl.strategy.layout.plain import PlainLayout
+from lightrl.strategy.optim.weight_average import AverageOfModel
 from lightrl.strategy.torch_native import SingleStrategy
 from lightrl.testing import run_spmd
 
@@ -100,9 +101,9 @@ def test_an_average_in_host_memory_is_not_read(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_averaged_is_told() -> None:
-    with pytest.raises(ValueError, match="needs float32 weights, but w is torch.bfloat16"):
-        WeightAverage({"w": torch.zeros(1, dtype=torch.bfloat16)}, 0.5)
     strategy, model = one_weight(1.0, decay=0.0)
+    with pytest.raises(ValueError, match="needs float32 weights, but weight is torch.bfloat16"):
+        AverageOfModel(model.bfloat16(), PlainLayout(strategy.comm), 0.5, before_writing=lambda _: None)
     with pytest.raises(ValueError, match="No average of this model's weights is kept. Call keep_average"):
         average_of(strategy, model)
     with pytest.raises(ValueError, match=r"--ema_decay is 1.0: it must be 0 \(none\) or between 0 and 1"):
