@@ -50,7 +50,8 @@ class AsyncRunner(UnitRunner):
         if not units:
             return []
         loop = self._open_loop()
-        if _is_in_a_loop() or not _is_in_main_thread():  # in a notebook's cell, or where no alarm rings
+        # In a notebook's cell, or where no alarm rings.
+        if is_in_a_loop() or threading.current_thread() is not threading.main_thread():
             self._start_thread(loop)
         # The time limits of the calls cannot end a call that blocks the loop itself.
         limit_s = self.limits.timeout_s * (1 + math.ceil(len(units) / self._concurrency)) * max(map(len, units))
@@ -161,13 +162,10 @@ async def _cancel_all() -> None:
     await asyncio.gather(*others, return_exceptions=True)
 
 
-def _is_in_a_loop() -> bool:
+def is_in_a_loop() -> bool:
+    """Returns whether a loop runs; a function of its own keeps its exception out of the tracebacks of episodes."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return False
     return True
-
-
-def _is_in_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()

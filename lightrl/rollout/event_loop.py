@@ -10,21 +10,14 @@ from typing import Any, TypeVar
 
 import torch
 
+from lightrl.rewards.async_scoring import is_in_a_loop
+
 Result = TypeVar("Result")
 
 
 def run_to_its_end(main: Coroutine[Any, Any, Result]) -> Result:
     """Returns the result of the coroutine; an event loop that already runs waits meanwhile."""
-    return _in_a_thread(main) if _runs_in_a_loop() else asyncio.run(main)
-
-
-def _runs_in_a_loop() -> bool:
-    """Returns whether a loop runs; a function of its own keeps its exception out of the tracebacks of episodes."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
+    return _in_a_thread(main) if is_in_a_loop() else asyncio.run(main)
 
 
 def _in_a_thread(main: Coroutine[Any, Any, Result]) -> Result:
