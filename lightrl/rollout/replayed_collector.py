@@ -68,7 +68,16 @@ class ReplayedCollector:
 
     def _make(self, engine: ColocatedEngine, version: int) -> None:
         """Makes all tokens that belong to a version of the weights."""
-        self._generate(engine, [*self._due(version)])
+        names: dict[int, _Name] = {}
+        for group, sample, total in self._due(version):
+            name = (group.ticket, sample.sample_index)
+            seed, index = self._seed(group.ticket), sample.sample_index
+            params = replace(self._sampling, max_new_tokens=total, seed=seed, first_sample=index)
+            request = engine.submit(engine_prompt(self._prompt(group)), params, self._made.pop(name, None))
+            names[request] = name
+        while engine.has_unfinished():
+            for completion in engine.step():
+                self._made[names[completion.request_id]] = completion
 
     def _due(self, version: int) -> Iterator[tuple[RecordedGroup, RecordedSample, int]]:
         """Yields each sample with tokens of this version, and the length of the sample after these tokens."""
@@ -79,18 +88,6 @@ class ReplayedCollector:
                     for (made_by, _), total in zip(sample.segments, totals, strict=True):
                         if made_by == version:
                             yield group, sample, total
-
-    def _generate(self, engine: ColocatedEngine, due: Sequence[tuple[RecordedGroup, RecordedSample, int]]) -> None:
-        names: dict[int, _Name] = {}
-        for group, sample, total in due:
-            name = (group.ticket, sample.sample_index)
-            seed, index = self._seed(group.ticket), sample.sample_index
-            params = replace(self._sampling, max_new_tokens=total, seed=seed, first_sample=index)
-            request = engine.submit(engine_prompt(self._prompt(group)), params, self._made.pop(name, None))
-            names[request] = name
-        while engine.has_unfinished():
-            for completion in engine.step():
-                self._made[names[completion.request_id]] = completion
 
     def _seed(self, ticket: int) -> int:
         return seed_of_prompt(self._config.seed, *divmod(ticket, self._config.num_prompts))
