@@ -89,7 +89,7 @@ class SplitLayout(PackedLayout):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """Computes the attention over the whole pack: [1, T / size, heads, dim]."""
         query, key, value, sinks = _to_heads(self.group, query, key, value, scoring.sinks)
-        return self.group.to_tokens(self.whole.attend(query, key, value, replace(scoring, sinks=sinks)))
+        return self.group.exchange(self.whole.attend(query, key, value, replace(scoring, sinks=sinks)))
 
 
 CURRENT_LAYOUT: ContextVar[PackedLayout | None] = ContextVar("packed_layout", default=None)
@@ -268,7 +268,7 @@ def _to_heads(
     copies = max(1, group.size // num_kv_heads)
     key, value = (_repeat_heads(part, copies * num_kv_heads) for part in (key, value))
     sinks = None if sinks is None else sinks.chunk(group.size)[group.rank]
-    return group.to_heads(query), group.to_heads(key), group.to_heads(value), sinks
+    return group.exchange(query), group.exchange(key), group.exchange(value), sinks
 
 
 def check_heads(num_heads: int, num_kv_heads: int, num_ranks: int) -> None:

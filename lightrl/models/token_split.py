@@ -28,11 +28,8 @@ class SequenceGroup(Protocol):
         """The index of this rank in the group."""
         ...
 
-    def to_heads(self, part: Tensor) -> Tensor:
-        """Exchanges all heads of this rank's tokens, [1, heads, T / size, dim], for its heads of all tokens."""
-
-    def to_tokens(self, part: Tensor) -> Tensor:
-        """Exchanges this rank's heads of all tokens, [1, T, heads / size, dim], for all heads of its tokens."""
+    def exchange(self, part: Tensor) -> Tensor:
+        """Exchanges a share of dim 1 for one of dim 2: heads for tokens, [1, heads, T / size, dim], or back."""
 
     def total(self, part: Tensor) -> Tensor:
         """Sums over the ranks; each summand gets the gradient of a single loss that all ranks share."""

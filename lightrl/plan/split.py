@@ -11,49 +11,22 @@ from torch import Tensor, nn
 
 from lightrl.models import token_split
 from lightrl.models.token_split import SequenceGroup
+from lightrl.strategy.layout.sequence_parallel import UlyssesGroup
 
 
-class PaperGroup:
-    """A SequenceGroup whose messages have only sizes, those of strategy/layout/sequence_parallel.py."""
-
-    rank = 0
+class PaperGroup(UlyssesGroup):
+    """A group of ranks whose messages have only sizes."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
+        self.size, self.rank = size, 0
 
-    def to_heads(self, part: Tensor) -> Tensor:
-        """Exchanges a share of the tokens for a share of the heads."""
-        return self._exchange(part)
-
-    def to_tokens(self, part: Tensor) -> Tensor:
-        """Exchanges a share of the heads for a share of the tokens."""
-        return self._exchange(part)
+    def swap(self, outgoing: Tensor) -> Tensor:
+        """Returns a tensor of the size of what the ranks send."""
+        return torch.empty_like(outgoing)
 
     def total(self, part: Tensor) -> Tensor:
         """Returns a tensor of the sum's size."""
         return part.clone()
-
-    def _exchange(self, part: Tensor) -> Tensor:
-        result: Tensor = _Exchange.apply(part, 1, 2, self.size)  # type: ignore[no-untyped-call]
-        return result
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, split_dim: int, join_dim: int, size: int) -> Tensor:
-        ctx.dims, ctx.size = (split_dim, join_dim), size
-        return _exchanged(part, split_dim, join_dim, size)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        split_dim, join_dim = ctx.dims
-        return _exchanged(grads[0], join_dim, split_dim, ctx.size), None, None, None
-
-
-def _exchanged(part: Tensor, split_dim: int, join_dim: int, size: int) -> Tensor:
-    outgoing = torch.stack(part.chunk(size, dim=split_dim))
-    incoming = torch.empty_like(outgoing)
-    return torch.cat(incoming.unbind(0), dim=join_dim)
 
 
 @contextmanager

@@ -19,10 +19,8 @@ class Alone:
     rank: int
     size: int = 2
 
-    def to_heads(self, part: Tensor) -> Tensor:
+    def exchange(self, part: Tensor) -> Tensor:
         raise NotImplementedError
-
-    to_tokens = to_heads
 
     def total(self, part: Tensor) -> Tensor:
         return part

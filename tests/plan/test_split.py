@@ -14,9 +14,9 @@ from lightrl.plan.split import PaperGroup, split_over
 def test_shapes_and_gradients_of_an_exchange() -> None:
     group = PaperGroup(2)
     part = torch.ones(1, 4, 3, 8, requires_grad=True)  # all 4 heads of 3 tokens
-    heads = group.to_heads(part)
+    heads = group.exchange(part)
     assert heads.shape == (1, 2, 6, 8)  # 2 heads of all 6 tokens
-    assert group.to_tokens(torch.ones(1, 6, 2, 8)).shape == (1, 3, 4, 8)
+    assert group.exchange(torch.ones(1, 6, 2, 8)).shape == (1, 3, 4, 8)
     heads.sum().backward()  # type: ignore[no-untyped-call]
     assert part.grad is not None
     assert part.grad.shape == part.shape

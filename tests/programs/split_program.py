@@ -177,9 +177,9 @@ def check_exchange(strategy) -> None:
     """Two heads of one token on each of two ranks: 10 x token + head."""
     group, rank = UlyssesGroup(strategy.meshes.tokens.get_group()), strategy.meshes.tokens.get_local_rank()
     part = torch.tensor([10.0 * rank, 10.0 * rank + 1]).view(1, 2, 1, 1).requires_grad_()
-    heads = group.to_heads(part)
+    heads = group.exchange(part)
     assert heads.flatten().tolist() == [rank, 10.0 + rank]  # this rank's head of both tokens
-    back = group.to_tokens(heads.transpose(1, 2))
+    back = group.exchange(heads.transpose(1, 2))
     assert back.shape == (1, 1, 2, 1)
     assert back.flatten().tolist() == part.flatten().tolist()
     weights = torch.tensor([1.0, 2.0]) + 2 * rank  # of head `rank`: token 0, token 1

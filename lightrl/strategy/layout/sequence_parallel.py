@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,46 +18,38 @@ class UlyssesGroup:
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
 
-    def to_heads(self, part: Tensor) -> Tensor:
-        """Exchanges a share of the tokens for a share of the heads."""
-        return self._exchange(part, split_dim=1, join_dim=2)
+    def exchange(self, part: Tensor) -> Tensor:
+        """Rank i gets the i-th share of dim 1 from every rank and joins them along dim 2; the backward undoes it."""
+        result: Tensor = _Exchange.apply(part, 1, 2, self.size, self.swap)  # type: ignore[no-untyped-call]
+        return result
 
-    def to_tokens(self, part: Tensor) -> Tensor:
-        """Exchanges a share of the heads for a share of the tokens."""
-        return self._exchange(part, split_dim=1, join_dim=2)
+    def swap(self, outgoing: Tensor) -> Tensor:
+        """Sends outgoing[i] to rank i of the group; returns what each rank sent here, in their order."""
+        incoming = torch.empty_like(outgoing)
+        dist.all_to_all_single(incoming, outgoing, group=self._group)
+        return incoming
 
     def total(self, part: Tensor) -> Tensor:
         """Returns the sum over the ranks of the group."""
-        result: Tensor = _Total.apply(part, self._group)  # type: ignore[no-untyped-call]
-        return result
-
-    def _exchange(self, part: Tensor, *, split_dim: int, join_dim: int) -> Tensor:
-        result: Tensor = _Exchange.apply(part, split_dim, join_dim, self._group)  # type: ignore[no-untyped-call]
+        result: Tensor = SumOverRanks.apply(part, self._group)  # type: ignore[no-untyped-call]
         return result
 
 
 class _Exchange(torch.autograd.Function):
-    """Rank i gets the i-th piece along one dim from every rank and joins them along another; backward undoes it."""
-
     @staticmethod
-    def forward(ctx: Any, part: Tensor, split_dim: int, join_dim: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dims, ctx.group = (split_dim, join_dim), group
-        return _exchanged(part, split_dim, join_dim, group)
+    def forward(
+        ctx: Any, part: Tensor, split_dim: int, join_dim: int, size: int, swap: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.settings = (join_dim, split_dim, size, swap)
+        incoming = swap(torch.stack(part.chunk(size, dim=split_dim)))
+        return torch.cat(incoming.unbind(0), dim=join_dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        split_dim, join_dim = ctx.dims
-        return _exchanged(grads[0], join_dim, split_dim, ctx.group), None, None, None
+        return _Exchange.apply(grads[0], *ctx.settings), None, None, None, None  # type: ignore[no-untyped-call]
 
 
-def _exchanged(part: Tensor, split_dim: int, join_dim: int, group: dist.ProcessGroup) -> Tensor:
-    outgoing = torch.stack(part.chunk(dist.get_world_size(group), dim=split_dim))
-    incoming = torch.empty_like(outgoing)
-    dist.all_to_all_single(incoming, outgoing, group=group)
-    return torch.cat(incoming.unbind(0), dim=join_dim)
-
-
-class _Total(torch.autograd.Function):
+class SumOverRanks(torch.autograd.Function):
     """A sum over ranks that all compute the same loss: each rank's summand gets the gradient of the sum."""
 
     @staticmethod
@@ -66,5 +59,5 @@ class _Total(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None

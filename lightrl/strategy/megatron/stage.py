@@ -12,13 +12,14 @@ from torch.nn import functional as F
 
 from lightrl.models.lazy_logits import Logits
 from lightrl.records import PackedBatch
+from lightrl.strategy.layout.sequence_parallel import SumOverRanks
 from lightrl.strategy.megatron import deepseek, modules
 from lightrl.strategy.megatron.packing import Pack, lay_out
 from lightrl.strategy.megatron.parts import padded_rows
 from lightrl.strategy.megatron.ranks import Ranks
 from lightrl.strategy.megatron.replay import StageReplay
 from lightrl.strategy.megatron.split_logits import logits_of
-from lightrl.strategy.megatron.vocabulary import SumOfParts, split_logprobs
+from lightrl.strategy.megatron.vocabulary import split_logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,4 +285,4 @@ class Stage(nn.Module):
         results = function(hidden[where[which], 0], which)
         zeros = [part.new_zeros(where.shape[0]) for part in results]
         parts = [zero.index_put((which,), part) for zero, part in zip(zeros, results, strict=True)]
-        return [SumOfParts.apply(part, self._ranks.context) for part in parts]  # type: ignore[no-untyped-call]
+        return [SumOverRanks.apply(part, self._ranks.context) for part in parts]  # type: ignore[no-untyped-call]

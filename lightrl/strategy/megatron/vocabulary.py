@@ -92,20 +92,3 @@ class _Columns:
         self.saved_tensors = ctx.saved_tensors
         self.transform = ctx.transform
         self.needs_input_grad = (*ctx.needs_input_grad[:2], False)
-
-
-class SumOfParts(torch.autograd.Function):
-    """Sums over ranks of which each computed some entries and has zeros elsewhere; gradients pass unchanged.
-
-    Every rank then computes the same loss, and its backward goes on with the rank's own entries.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = values.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
