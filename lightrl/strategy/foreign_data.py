@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Sampler
 from lightrl.comm import Comm
 from lightrl.data.sampler import ResumableSampler
 from lightrl.metrics import memory_in_use
-from lightrl.strategy.foreign_models import require_world
+from lightrl.strategy.foreign_models import Native, require_world
 from lightrl.trees import leaves_of, rebuilt
 
 logger = logging.getLogger(__name__)
@@ -77,17 +77,8 @@ def _as_given(data: Any, result: Any) -> Any:
 # ---- Batches -----------------------------------------------------------------------------------------------------
 
 
-class LoadingStrategy(Protocol):
-    """The parts of a strategy that are needed to load this rank's samples."""
-
-    @property
-    def seed(self) -> int: ...
-    @property
-    def comm(self) -> Comm: ...
-
-
 def make_loader(
-    strategy: LoadingStrategy,
+    strategy: Native,
     data: Any,
     batch_size: int,
     sampler: Any | None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from lightrl.data.token_dict import TokenPack, UserBatch, pack_rows, read_rows, 
 from lightrl.models.critic import Critic
 from lightrl.models.lazy_logits import gather_logprobs_entropy
 from lightrl.models.policy import response_batch
+from lightrl.strategy.foreign_models import Native
 from lightrl.strategy.user_batch import computing
 
 Processor = Callable[..., dict[str, Tensor]]  # takes logits [T, V] and, by name, tensors [T, ...]
@@ -26,17 +27,10 @@ Step = Callable[[Iterator[Any], nn.Module], tuple[Any, Callable[..., Any]]]
 _ARGUMENT = "argument "  # prefix of a processor's arguments in a pack, which has input_ids of its own
 
 
-class Scored(Protocol):
-    """The part of a strategy that get_forward_step_func needs."""
-
-    @property
-    def options(self) -> StrategyOptions: ...
-
-
 class ForwardNames:
     """Mixin with the two names of Megatron's forward, over a strategy's models."""
 
-    def get_forward_step_func(self: Scored, loss_fn: LossFn | None = None) -> Step:
+    def get_forward_step_func(self: Native, loss_fn: LossFn | None = None) -> Step:
         """Returns Megatron's step: step(micro_batches, model) returns outputs and a function of them.
 
         The function returns (loss_fn(outputs, micro-batch), numbers), or the outputs without a loss_fn. Outputs are

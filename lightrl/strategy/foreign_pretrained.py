@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from lightrl.config import StrategyOptions
 from lightrl.config.foreign_options import MODEL_NAMES
 from lightrl.models.policy import load_config, load_policy, load_tokenizer, model_loader
-from lightrl.strategy.optim.optimizers import TrainedModels
+from lightrl.strategy.foreign_models import Native
 from lightrl.strategy.optim.parameter_kinds import apply_lr_scales
 
 
-class Named(Protocol):
-    """The parts of a strategy that are needed to find its model."""
-
-    args: Any
-    trained: TrainedModels
-
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def options(self) -> StrategyOptions: ...
-    def unwrap_model(self, model: Any) -> nn.Module: ...
-
-
-def first_model(strategy: Named, args: Any) -> nn.Module:
+def first_model(strategy: Native, args: Any) -> nn.Module:
     """Returns the model for an engine that was given no actor: the trained one, or the one that args name."""
     entries = [entry for entry in strategy.trained.entries if getattr(entry.model, "is_actor", False)]
     if not entries and len(strategy.trained.entries) == 1:
@@ -69,7 +55,7 @@ def set_up_trained(strategy: Any) -> None:
     strategy.build_grad_scaler(False)  # gradients are float32 and need no scale
 
 
-def find_tokenizer(strategy: Named) -> Any:
+def find_tokenizer(strategy: Native) -> Any:
     """Returns the tokenizer of the model that trains or that the arguments name."""
     models = [strategy.unwrap_model(entry.model) for entry in strategy.trained.entries]
     paths = [str(getattr(model, "name_or_path", "") or "") for model in models]
