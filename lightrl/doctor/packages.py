@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import platform
-import re
 from collections.abc import Iterator
 from importlib import metadata
 
 from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
 
 from lightrl.doctor.findings import Finding, judged, ok
 
@@ -47,7 +47,7 @@ def _unmet(name: str, present: dict[str, str]) -> Iterator[tuple[Requirement, st
             wanted = Requirement(text)
         except InvalidRequirement:
             continue
-        version = present.get(_normal(wanted.name), "")
+        version = present.get(canonicalize_name(wanted.name), "")
         if version and _applies(wanted, of=name) and not wanted.specifier.contains(version, prereleases=True):
             wanted.marker = None
             yield wanted, version
@@ -65,10 +65,6 @@ def _version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return ""
-
-
-def _normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def check_python() -> Iterator[Finding]:
