@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from lightrl.rank_board import RankBoard
+from lightrl.rank_board import RankBoard, Store
 
 _ASKED, _TOLD = "lightrl/stall/asked", "lightrl/stall/told"
 _STACK_SIGNAL = signal.SIGRTMIN + 6 if sys.platform == "linux" else 0  # one that nobody else sends
@@ -40,16 +40,10 @@ _WAIT_S = 15.0  # for another rank to report, or to kill this one; at _REPORT_S 
 _end: Callable[[int], Any] | None = None
 
 
-class WatchedStore(Protocol):
+class WatchedStore(Store, Protocol):
     """The part of torch's key-value store that the watch uses."""
 
     def add(self, key: str, amount: int) -> int: ...
-
-    def set(self, key: str, value: str) -> None: ...
-
-    def get(self, key: str) -> bytes: ...
-
-    def check(self, keys: list[str]) -> bool: ...
 
 
 def end_by(end: Callable[[int], Any]) -> None:

@@ -56,6 +56,8 @@ class StoppableRun(Protocol):
 
     def save(self) -> None: ...
 
+    def close(self) -> None: ...
+
 
 class StoppedBySignal(SystemExit):
     """Raised when a signal ends the training; the exit code is 75 if the same command continues from here."""
@@ -127,13 +129,7 @@ def how_to_go_on(run: StoppableRun | None) -> str:
 # ---- After an error --------------------------------------------------------------------------------------------------
 
 
-class ClosableRun(StoppableRun, Protocol):
-    """The part of a trainer that the end of a program needs."""
-
-    def close(self) -> None: ...
-
-
-def end_failed(error: BaseException, trainer: ClosableRun | None) -> NoReturn:
+def end_failed(error: BaseException, trainer: StoppableRun | None) -> NoReturn:
     """Ends the process of a program after an error, a signal or Ctrl-C; trainer: None if none was built yet."""
     if trainer is None or isinstance(error, LateMistakeError):
         _end_if_mistaken(error)
