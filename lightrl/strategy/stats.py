@@ -6,30 +6,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
-from lightrl.comm import Comm
-from lightrl.metrics import Statistics, Stopwatch
+from lightrl.metrics import Stopwatch
+from lightrl.strategy.foreign_models import Native
 from lightrl.strategy.results import LossFn
 
 _SCOPES: ContextVar[tuple[str, ...]] = ContextVar("scopes", default=())  # per thread or episode
 
 
-class Counting(Protocol):
-    """The parts of a strategy that Stats needs."""
-
-    statistics: Statistics
-
-    @property
-    def comm(self) -> Comm: ...
-
-
 class Stats:
     """Records numbers under the names of the open scopes. Names and counts may differ from rank to rank."""
 
-    def __init__(self, strategy: Counting) -> None:
+    def __init__(self, strategy: Native) -> None:
         """strategy: read at every call, because its collectives and a trainer's statistics are set later."""
         self._strategy = strategy
 
@@ -75,7 +66,7 @@ class Stats:
         return self._strategy.statistics.reduce(self._strategy.comm)
 
 
-def once_each(strategy: Counting, loss_fn: LossFn, num_own: int) -> LossFn:
+def once_each(strategy: Native, loss_fn: LossFn, num_own: int) -> LossFn:
     """Returns a loss function that records numbers of the first num_own micro-batches only: the others are repeats."""
     calls = count()
 
