@@ -348,7 +348,6 @@ def _add_options(parameters: dict[str, dict[str, Any]], config: RolloutConfig, l
 
 
 def _split_weight(text: str) -> tuple[str, float]:
-    """Splits a text of the form name=weight."""
     name, _, weight = text.rpartition("=")
     try:
         value = float(weight)

@@ -215,7 +215,6 @@ class EpisodeCollector(EpisodeScorer, Collector):
 
 
 def _as_episode(made: Any, client: EngineClient, prompt: Prompt) -> Episode | None:
-    """Converts the result of a workflow to an episode."""
     if made is None:
         return None
     several = made if isinstance(made, list | tuple) else [made]

@@ -45,7 +45,6 @@ def episode_of_tensors(tensors: Mapping[str, Any], turns: Sequence[Turn] = ()) -
 
 
 def _rows(tensors: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Returns the values of each row, without padding."""
     if not hasattr(tensors, "keys"):
         raise ValueError(
             f"arun_episode returned {tensors!r}. It must return an Episode, a list of them, a dict or None."

@@ -240,7 +240,6 @@ class Production:
             self._scored.append((made, self._scoring.submit(self._scored_group, made)))
 
     def _hand_over(self) -> None:
-        """Hands the scored groups to the trainer."""
         done = [item for item in self._scored if item[1].done()]
         self._scored = [item for item in self._scored if item not in done]
         for made, future in done:
@@ -254,18 +253,15 @@ class Production:
         return replace(self._sampling, n=self._config.group_size, seed=self._seed(ticket))
 
     def _submit(self, group: Running) -> None:
-        """Starts the samples of a group."""
         self._requests[self._engine.submit(engine_prompt(group.prompt), self._params(group.ticket))] = group
 
     def _give_up(self, group: Running) -> None:
-        """Removes the samples of a group from the engine."""
         requests = [request for request, other in self._requests.items() if other is group]
         self._engine.abort(requests)
         for request in requests:
             del self._requests[request]
 
     def _step(self) -> None:
-        """Runs one step of the engine."""
         if not self._engine.has_unfinished():
             time.sleep(IDLE_S)
             return

@@ -97,8 +97,6 @@ def run_and_signal(
 
 
 class _ForkedJob:
-    """Ranks that this process forked."""
-
     def __init__(self, ranks: Sequence[Forked], *, ends_all: bool) -> None:
         """Takes the ranks; with ends_all they are told to end when one has failed."""
         self._ranks = ranks
@@ -149,8 +147,6 @@ def _forked(
 
 
 class _TorchrunJob:
-    """Ranks that torchrun supervises."""
-
     def __init__(self, launcher: subprocess.Popen[bytes]) -> None:
         self._launcher = launcher
 

@@ -169,7 +169,6 @@ def _less_baseline(estimated: TokenReturns, values: Tensor, mask: Tensor) -> Tok
 
 
 def _moments_of_sums(count: float, total: float, squares: float) -> list[float]:
-    """Returns the result of moments_of() from the count, the sum and the sum of squares."""
     mean = total / count if count else 0.0
     return [count, mean, max(0.0, squares - count * mean * mean)]
 
@@ -185,7 +184,6 @@ def _by_sample(samples: Sequence[Sample], lengths: list[int], values: Tensor) ->
 
 
 def _moments(values: Tensor, comm: Comm) -> Tensor:
-    """Returns the moments over all ranks."""
     return merged_moments(comm.all_gather(moments_of(values, torch.ones_like(values))[None]))
 
 

@@ -248,7 +248,6 @@ def _sum_factors(device: torch.device) -> Tensor:
 
 
 def _row_factors(device: torch.device, count: int) -> Tensor:
-    """Returns a factor for each of the first rows."""
     return _many_row_factors(device, 1 << max(8, (count - 1).bit_length()))[:count]
 
 
