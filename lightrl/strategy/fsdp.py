@@ -144,13 +144,7 @@ class FSDPStrategy(TorchStrategy):
         """Exchanges micro-batches with the ranks that share a model or its tokens with this one."""
         if self._same_batches is None:
             return super().group_batches(data)
-        host = torch.device("cpu")
-        parts = self.comm.all_gather_object([item.to(host) for item in data], self._same_batches)
-        index = self.comm.rank % len(parts)
-        start = sum(len(part) for part in parts[:index])
-        parts[index] = list(data)
-        batches = [item.to(self.device) for part in parts for item in part]
-        return GroupBatches(batches, range(start, start + len(data)))
+        return GroupBatches.of_group(data, self.comm, self._same_batches, self.device)
 
     def _require_same_batch(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         """Raises ValueError if ranks would compute with parts of different inputs, or hang."""

@@ -6,9 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+
+from lightrl.comm import Comm
 
 Batches: TypeAlias = Sequence[Any] | Mapping[str, Any]  # micro-batches, or a dictionary of tensors to cut into some
 LossFn: TypeAlias = Callable[[Any, Any], Tensor]  # (model output, micro-batch) -> a mean
@@ -42,6 +46,16 @@ class GroupBatches(NamedTuple):
 
     batches: list[Any]
     mine: range  # indices of this rank's own
+
+    @classmethod
+    def of_group(cls, data: Sequence[Any], comm: Comm, group: dist.ProcessGroup, device: torch.device) -> GroupBatches:
+        """Exchanges micro-batches with the other ranks of a group, over the host."""
+        host = torch.device("cpu")
+        parts = comm.all_gather_object([item.to(host) for item in data], group)
+        index = dist.get_rank(group)
+        parts[index] = list(data)
+        start = sum(len(part) for part in parts[:index])
+        return cls([item.to(device) for part in parts for item in part], range(start, start + len(data)))
 
 
 @dataclass(frozen=True, slots=True)

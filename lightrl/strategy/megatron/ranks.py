@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 
@@ -24,7 +23,6 @@ class Ranks:
     context: dist.ProcessGroup
     ends: dist.ProcessGroup | None  # the first and the last stage, which both hold a tied embedding
     same_batches: dist.ProcessGroup | None  # gloo: ranks that run the same micro-batches; None: this one alone
-    same_batches_ranks: tuple[int, ...]
 
     @property
     def is_first_stage(self) -> bool:
@@ -86,7 +84,6 @@ def join_groups(comm: Comm, sizes: Sizes, *, sequence_parallel: bool, seed: int)
         ep=state.get_expert_model_parallel_rank(),
         etp=state.get_expert_tensor_parallel_rank(),
     )
-    group, members = _same_batches(comm, state.get_data_parallel_rank())
     return Ranks(
         sizes=sizes,
         place=place,
@@ -96,19 +93,18 @@ def join_groups(comm: Comm, sizes: Sizes, *, sequence_parallel: bool, seed: int)
         tensors=state.get_tensor_model_parallel_group(),
         context=state.get_context_parallel_group(),
         ends=state.get_embedding_group(check_initialized=False) if sizes.pp > 1 else None,
-        same_batches=group,
-        same_batches_ranks=members,
+        same_batches=_same_batches(comm, state.get_data_parallel_rank()),
     )
 
 
-def _same_batches(comm: Comm, data_rank: int) -> tuple[dist.ProcessGroup | None, tuple[int, ...]]:
+def _same_batches(comm: Comm, data_rank: int) -> dist.ProcessGroup | None:
     """Builds the groups of ranks that share micro-batches: all stages and parts of one replica of a model."""
     replicas: dict[int, list[int]] = {}
     for rank, replica in enumerate(comm.all_gather_object(data_rank)):
         replicas.setdefault(replica, []).append(rank)
-    mine: Any = None
+    mine: dist.ProcessGroup | None = None
     for replica in sorted(replicas):  # every rank must make every group, or new_group hangs
         if len(replicas[replica]) > 1:
             group = dist.new_group(replicas[replica], timeout=comm.timeout, backend="gloo")
             mine = group if replica == data_rank else mine
-    return mine, tuple(replicas[data_rank])
+    return mine

@@ -122,14 +122,9 @@ class MegatronStrategy(TorchStrategy):
 
     def group_batches(self, data: Sequence[Any]) -> GroupBatches:
         """Exchanges micro-batches with the ranks that hold other parts of the same replica."""
-        group = self.ranks.same_batches
-        if group is None:
+        if self.ranks.same_batches is None:
             return super().group_batches(data)
-        host = torch.device("cpu")
-        parts = self.comm.all_gather_object([item.to(host) for item in data], group)
-        index = self.ranks.same_batches_ranks.index(self.comm.rank)
-        start = sum(len(part) for part in parts[:index])
-        return GroupBatches([item.to(self.device) for part in parts for item in part], range(start, start + len(data)))
+        return GroupBatches.of_group(data, self.comm, self.ranks.same_batches, self.device)
 
     def weights_of(self, model: nn.Module) -> Weights:
         """Returns the parameters under their Hugging Face names; any main copies must be on the device."""
