@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import math
 import threading
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from lightrl.records import Sample
@@ -32,6 +32,31 @@ async def without_exit(call: Awaitable[Result]) -> Result:
         return await call
     except SystemExit as error:
         raise RuntimeError(f"it called exit({error.code!r})") from error
+
+
+class _DaemonThreads(concurrent.futures.ThreadPoolExecutor):
+    """The threads of asyncio.to_thread(): one that never returns blocks neither other calls nor the end of the run."""
+
+    def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Result]:
+        """Runs the call in a thread of its own, whose number is as little limited as that of the episodes."""
+        done: concurrent.futures.Future[Result] = concurrent.futures.Future()
+
+        def run() -> None:
+            if done.set_running_or_notify_cancel():
+                try:
+                    done.set_result(fn(*args, **kwargs))
+                except BaseException as error:
+                    done.set_exception(error)
+
+        threading.Thread(target=run, name=f"thread of {getattr(fn, '__name__', '')}", daemon=True).start()
+        return done
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """Returns an event loop for users' code, whose threads end with the process."""
+    loop = asyncio.new_event_loop()
+    loop.set_default_executor(_DaemonThreads())
+    return loop
 
 
 class AsyncRunner(UnitRunner):
@@ -93,7 +118,7 @@ class AsyncRunner(UnitRunner):
 
     def _open_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
-            self._loop, self._gate = asyncio.new_event_loop(), asyncio.Semaphore(self._concurrency)
+            self._loop, self._gate = new_event_loop(), asyncio.Semaphore(self._concurrency)
         return self._loop
 
     def _start_thread(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -30,6 +30,8 @@ from lightrl.rollout.workflow import Workflow
 from lightrl.strategy import StrategyBase
 
 logger = logging.getLogger(__name__)
+
+_CLOSING_S = 10.0  # how long an episode may go on after its time limit, to clean up
 
 
 class EpisodeJob(NamedTuple):
@@ -167,8 +169,7 @@ class EpisodeCollector(EpisodeScorer, Collector):
         enter_episode()
         began = time.monotonic()
         try:
-            episode = self.workflow_of(job).arun_episode(client, job.prompt)
-            made = await asyncio.wait_for(without_exit(episode), self._timeout_s or None)
+            made = await _in_time(without_exit(self.workflow_of(job).arun_episode(client, job.prompt)), self._timeout_s)
             return _as_episode(made, client, job.prompt)
         except (Exception, asyncio.CancelledError) as error:  # the latter of a task that the workflow awaited
             details = traceback.format_exc()
@@ -212,6 +213,27 @@ class EpisodeCollector(EpisodeScorer, Collector):
             turns=(),
             status=Status.FILTERED if made is None else Status.FAILED,
         )
+
+
+async def _in_time(episode: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
+    """Awaits an episode; unlike wait_for(), it does not wait for long for one that goes on although it is cancelled."""
+    if not timeout_s:
+        return await episode
+    running = asyncio.ensure_future(episode)
+    try:
+        await asyncio.wait([running], timeout=timeout_s)
+    finally:
+        is_late = not running.done()
+        running.cancel()
+        await asyncio.wait([running], timeout=_CLOSING_S)  # until it has cleaned up
+    if not running.done():
+        raise TimeoutError("The episode goes on although it was cancelled: it catches CancelledError.")
+    try:
+        return running.result()  # also of an episode that ends well when it is cancelled
+    except asyncio.CancelledError as error:
+        if is_late:
+            raise TimeoutError from error
+        raise
 
 
 def _as_episode(made: Any, client: EngineClient, prompt: Prompt) -> Episode | None:

@@ -10,14 +10,34 @@ from typing import Any, TypeVar
 
 import torch
 
-from lightrl.rewards.async_scoring import is_in_a_loop
+from lightrl.rewards.async_scoring import is_in_a_loop, new_event_loop
 
 Result = TypeVar("Result")
+
+_CLOSING_S = 10.0  # how long tasks that go on although they are cancelled may hold up the end
 
 
 def run_to_its_end(main: Coroutine[Any, Any, Result]) -> Result:
     """Returns the result of the coroutine; an event loop that already runs waits meanwhile."""
-    return _in_a_thread(main) if is_in_a_loop() else asyncio.run(main)
+    return _in_a_thread(main) if is_in_a_loop() else _run(main)
+
+
+def _run(main: Coroutine[Any, Any, Result]) -> Result:
+    """Does what asyncio.run() does, but without waiting for threads, or for long for tasks that cannot be cancelled."""
+    loop = new_event_loop()
+    try:
+        return loop.run_until_complete(main)
+    finally:
+        loop.run_until_complete(_end_others())
+        loop.close()
+
+
+async def _end_others() -> None:
+    loop = asyncio.get_running_loop()
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.wait([*others, loop.create_task(loop.shutdown_asyncgens())], timeout=_CLOSING_S)
 
 
 def _in_a_thread(main: Coroutine[Any, Any, Result]) -> Result:
@@ -29,7 +49,7 @@ def _in_a_thread(main: Coroutine[Any, Any, Result]) -> Result:
         if device is not None:
             torch.cuda.set_device(device)
         with torch.set_grad_enabled(records):
-            return context.run(asyncio.run, main)
+            return context.run(_run, main)
 
     with ThreadPoolExecutor(1, thread_name_prefix="episodes") as pool:
         return pool.submit(run).result()

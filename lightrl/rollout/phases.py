@@ -8,6 +8,7 @@ from typing import Any
 
 from lightrl.engines.base import AnyPrompt, Completion, EngineGroup, SamplingParams, as_prompt
 from lightrl.engines.colocated import ColocatedEngine
+from lightrl.rewards.async_scoring import new_event_loop
 from lightrl.rollout.driver import EpisodeDriver, Wish, _Tick
 from lightrl.rollout.journal import CURRENT, Journal, Number, next_shared
 
@@ -20,7 +21,7 @@ class PhasedDriver(EpisodeDriver):
 
     def __init__(self, engine: ColocatedEngine, group: EngineGroup) -> None:
         super().__init__(engine, group)
-        self._loop = asyncio.new_event_loop()
+        self._loop = new_event_loop()
         self._tasks: dict[tuple[int, int], asyncio.Task[Any]] = {}
         self._begun: dict[tuple[int, int], Journal] = {}  # of the tasks, which all see it
         self._journals: dict[asyncio.Future[Completion], tuple[Journal, Number]] = {}  # and the number of the call

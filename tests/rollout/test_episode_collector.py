@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -155,6 +156,39 @@ def test_an_episode_that_reaches_its_time_limit_says_so(
     shown = [asyncio.run(details(prompt)) for _, prompt in prompts[:2]]
     assert shown[0].endswith("TimeoutError: the tool has gone\n")
     assert shown[1].endswith("No result after 0.5 s, the time limit (--rollout.episode_timeout_s).\n")
+
+
+class Late(OneTurn):
+    """In sample 0 it goes on after its time, in sample 1 it gives what it has, in sample 2 it waits for a thread."""
+
+    async def arun_episode(self, engine: Any, data: Prompt) -> Episode:
+        made = await super().arun_episode(engine, data)
+        made.reward = 1.0
+        try:
+            if engine.sample_index == 2:
+                await asyncio.to_thread(time.sleep, 60)
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            if engine.sample_index == 2:
+                raise
+            await asyncio.sleep(0.01 if engine.sample_index else 60)
+        return made
+
+
+def test_an_episode_that_does_not_end_at_its_time_limit_delays_nobody_for_long(
+    strategy: StrategyBase,
+    prompts: list[tuple[int, Prompt]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("lightrl.rollout.episode_collector._CLOSING_S", 0.5)
+    monkeypatch.setattr("lightrl.rollout.event_loop._CLOSING_S", 0.1)
+    collector = EpisodeCollector(strategy, RewardSet.of(episode_reward), Late(), seed=3, limits=LIMITS, timeout_s=0.5)
+    began = time.monotonic()
+    samples = collector.sample(prompts[:1], step=0, group_size=3, temperature=1.0)
+    assert time.monotonic() - began < 30
+    assert [sample.status for sample in samples] == [Status.FAILED, Status.COMPLETED, Status.FAILED]
+    assert "No result after 0.5 s, the time limit (--rollout.episode_timeout_s)." in caplog.text
 
 
 @pytest.mark.parametrize(("label", "warnings"), [("length", 1), ("episode", 0)])

@@ -1,5 +1,8 @@
 import asyncio
+import subprocess
+import sys
 import threading
+import time
 from contextvars import ContextVar
 
 import pytest
@@ -38,3 +41,63 @@ def test_an_error_comes_out_of_the_thread() -> None:
 
     with pytest.raises(KeyError, match="a mistake"):
         asyncio.run(cell())
+
+
+def test_a_thread_that_never_returns_delays_neither_the_end_nor_that_of_the_process() -> None:
+    program = """
+import asyncio, time
+from lightrl.rollout.event_loop import run_to_its_end
+
+async def main():
+    asyncio.ensure_future(asyncio.to_thread(time.sleep, 3600))
+    await asyncio.sleep(0.01)
+
+run_to_its_end(main())
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_result_and_an_error_come_out_of_to_thread() -> None:
+    async def main() -> list[object]:
+        calls = [asyncio.to_thread(int, text) for text in ("7", "seven")]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    value, error = run_to_its_end(main())
+    assert value == 7
+    assert isinstance(error, ValueError)
+
+
+def test_a_task_that_cannot_be_cancelled_delays_the_end_only_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightrl.rollout.event_loop._CLOSING_S", 0.1)
+
+    async def goes_on() -> None:
+        while True:
+            try:
+                await asyncio.sleep(3600)
+            except asyncio.CancelledError:
+                continue
+
+    async def main() -> float:
+        left = asyncio.ensure_future(goes_on())
+        await asyncio.wait([left], timeout=0.01)
+        return time.monotonic()
+
+    assert time.monotonic() - run_to_its_end(main()) < 30
+
+
+def test_a_task_that_is_left_behind_can_clean_up() -> None:
+    ended: list[str] = []
+
+    async def other() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            await asyncio.sleep(0.01)
+            ended.append("cleaned up")
+
+    async def main() -> None:
+        left = asyncio.ensure_future(other())
+        await asyncio.wait([left], timeout=0.01)
+
+    run_to_its_end(main())
+    assert ended == ["cleaned up"]
