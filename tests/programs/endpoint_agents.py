@@ -33,6 +33,11 @@ def blocking(data, base_url, api_key):
         client.chat.completions.create(model="policy", messages=[dict(message) for message in data.messages])
 
 
+async def blocking_async(data, base_url, api_key):
+    """An async function all the same."""
+    blocking(data, base_url, api_key)
+
+
 class Talker:
     """Forks: both answers to the first question are asked further."""
 
@@ -60,6 +65,10 @@ async def wordy(data, base_url, api_key):
 
 async def leaves(data, base_url, api_key):
     sys.exit(3)
+
+
+async def leaves_in_a_task(data, base_url, api_key):
+    await asyncio.gather(leaves(data, base_url, api_key))
 
 
 def stops(data, base_url, api_key):

@@ -49,6 +49,11 @@ def test_a_plain_function_runs_in_a_thread_and_leaves_the_reward_to_the_run() ->
     assert episode.prompt_ids == task_of(TOKENIZER).token_ids
 
 
+def test_an_async_agent_may_use_a_client_that_blocks() -> None:
+    [episode] = episodes("blocking_async")
+    assert len(episode.turns) == 1
+
+
 def test_a_class_is_built_once_and_its_forks_are_samples() -> None:
     main, *others = episodes("Talker", "times=3")
     assert (main.reward, main.numbers["branches"]) == (1.0, 2.0)
@@ -63,8 +68,9 @@ def test_an_agent_that_asks_nothing_fails() -> None:
         episodes("wordy")
 
 
-def test_an_agent_that_exits_ends_its_episode_and_not_the_endpoint() -> None:
-    workflow: Any = load_workflow(WorkflowConfig(workflow="agent", workflow_args=("agent=endpoint_agents:leaves",)))
+@pytest.mark.parametrize("agent", ["leaves", "leaves_in_a_task"])
+def test_an_agent_that_exits_ends_its_episode_and_not_the_endpoint(agent: str) -> None:
+    workflow: Any = load_workflow(WorkflowConfig(workflow="agent", workflow_args=(f"agent=endpoint_agents:{agent}",)))
 
     async def run() -> None:
         for _ in range(2):
