@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from lightrl.engines.base import Completion
+from lightrl.engines.base import Completion, EnginePrompt
 
 T = TypeVar("T")
 Number = int | str  # of a call in its episode; or NAME/k for the k-th call in engine.once(NAME, ...)
@@ -80,6 +80,14 @@ class Journal:
             if other.ticket == self.ticket and number in {*other.completions, *other.partials, *other.results}:
                 return other
         return self
+
+    def forget_other(self, number: Number, asked: EnginePrompt) -> None:
+        """Erases a call whose prompt was another one: its tokens are no answer to what the code asks now."""
+        if asked.images or asked.videos:  # the record has their tokens, too
+            return
+        for records in (self.completions, self.partials):
+            if number in records and tuple(records[number].prompt_token_ids) != tuple(asked.token_ids):
+                del records[number]
 
     def versions_of_calls(self) -> list[Sequence[int]]:
         """Returns the weight versions of each call's tokens; empty for a call that was given up.

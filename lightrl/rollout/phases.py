@@ -57,9 +57,10 @@ class PhasedDriver(EpisodeDriver):
         if journal is None:  # a visitor of the endpoint, who belongs to no episode
             return await super().generate(prompt, params)
         journal, number = self._place_of(journal)
+        checked = as_prompt(prompt)
+        journal.forget_other(number, checked)
         if number in journal.completions:
             return journal.completions[number]
-        checked = as_prompt(prompt)
         self.engine.check_prompt("the prompt of a turn", checked, params)
         answer = self._loop.create_future()
         self._journals[answer] = (journal, number)

@@ -120,6 +120,26 @@ def test_a_new_driver_goes_on_from_the_journals() -> None:
     resumed.close()
 
 
+def test_a_call_with_another_prompt_than_before_a_kill_is_generated_again() -> None:
+    made, whole, resumed = driver(), driver(), driver()
+
+    async def asks(at: PhasedDriver, *told: int) -> list[tuple[int, ...]]:
+        params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+        return [(await at.generate([1, token], params)).output_token_ids for token in told]
+
+    journal = Journal(0, 0, 0)
+    made.begin(journal, partial(asks, made, 5, 6, 7))
+    made.step(14, range(9))
+    made.pause(keep=True)
+    assert (list(journal.completions), list(journal.partials)) == ([0, 1], [2])
+    whole.begin(Journal(0, 0, 0), partial(asks, whole, 5, 8, 9))
+    expected = run_through(whole)
+    resumed.begin(Journal.from_state(journal.state_dict()), partial(asks, resumed, 5, 8, 9))
+    assert run_through(resumed) == expected
+    for used in (made, whole, resumed):
+        used.close()
+
+
 def test_dropped_episodes_are_named() -> None:
     made = driver()
     begun(made, [3, 9])
