@@ -29,6 +29,14 @@ _DISTRIBUTION = {  # settings that change the distribution, each with its neutra
 }
 
 
+_KNOWN = {  # other fields of a chat request that the endpoint reads, or that do not concern the answer
+    *("model", "messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "n", "temperature"),
+    *("max_tokens", "max_completion_tokens", "stop", "stop_token_ids", "stream", "stream_options"),
+    *("logprobs", "top_logprobs", "return_token_ids"),
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id"),
+}
+
+
 def parsed_body(raw: bytes) -> dict[str, Any]:
     """Returns the JSON object of a request."""
     try:
@@ -79,8 +87,14 @@ def chat_wish(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[
     for name in ("stream", "logprobs", "return_token_ids"):
         flag(body, name)
     wants_usage(body)
+    most_calls = None if flag(body, "parallel_tool_calls", True) else 1
     limit = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
-    return messages, ([] if choice == "none" else tools), _wish(body, limit)
+    return messages, ([] if choice == "none" else tools), replace(_wish(body, limit), most_calls=most_calls)
+
+
+def unknown_fields(body: Mapping[str, Any]) -> list[str]:
+    """Returns the fields of a chat request that may ask for another answer, which it does not get."""
+    return sorted(name for name, value in body.items() if value is not None and name not in {*_KNOWN, *_DISTRIBUTION})
 
 
 def wants_usage(body: Mapping[str, Any]) -> bool:
@@ -156,9 +170,9 @@ def _whole(body: Mapping[str, Any], name: str, default: int | None, *, low: int,
     return value
 
 
-def flag(body: Mapping[str, Any], name: str) -> bool:
+def flag(body: Mapping[str, Any], name: str, default: bool = False) -> bool:
     """Returns a setting that is true or false, or 1 or 0; a text such as "false" would count as true and is refused."""
-    value = _given(body, name, False)
+    value = _given(body, name, default)
     if value not in (True, False):
         raise _wrong(name, value, "true or false")
     return bool(value)

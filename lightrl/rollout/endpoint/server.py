@@ -88,6 +88,7 @@ class Endpoint:
         self._max_model_len: int | None = None
         self._others: tuple[str, ...] = ()  # the engine's adapters besides the policy's, offered as models
         self._has_warned = False
+        self._has_warned_of_fields = False
         self.routes: list[tuple[str, str, Handler]] = []  # further routes: method, path, handler
         self.loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -208,6 +209,7 @@ class Endpoint:
         body = requests.parsed_body(await request.read())
         adapter = requests.adapter_of(body, self.model, self._others)
         messages, tools, wish = requests.chat_wish(body)
+        self._warn_of_unknown(body)
         session = await self._session_of(request)
         wish = self._allowed(replace(wish, adapter=adapter), body, session)
         replies = await session.chat(messages, tools, wish)
@@ -238,6 +240,17 @@ class Endpoint:
                 ", ".join(ignored),
             )
         return requests.without_temperature(wish)
+
+    def _warn_of_unknown(self, body: dict[str, Any]) -> None:
+        unknown = requests.unknown_fields(body)
+        if not unknown or self._has_warned_of_fields:
+            return
+        self._has_warned_of_fields = True
+        logger.warning(
+            "An agent's requests have fields that the endpoint ignores: %s. Variables of the chat template, such as "
+            "enable_thinking, are given by --data.chat_template_args.",
+            ", ".join(unknown),
+        )
 
     # ---- Keys --------------------------------------------------------------------------------------------------
 

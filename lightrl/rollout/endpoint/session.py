@@ -34,6 +34,7 @@ class Wish:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     temperature: float | None = None  # None: the run's
+    most_calls: int | None = None  # of tools in one message; None: no limit
     adapter: str = POLICY  # turns of any other adapter belong to no conversation of the policy
 
 
@@ -110,6 +111,8 @@ class Session:
         for turn in turns:
             call = self._record(prompt_ids, turn, parent, wish)
             message = self._message(turn, tools, wish, self._next_ids(prompt_ids, wish.adapter))
+            if "tool_calls" in message:
+                message["tool_calls"] = message["tool_calls"][: wish.most_calls]
             resent = checked_messages([message])  # as the client will send it with its next request
             if wish.adapter == POLICY:
                 self.conversations.remember(call, histories([*messages, *resent], tools)[-1])

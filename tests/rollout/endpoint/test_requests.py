@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lightrl.rollout.endpoint.conversations import Call
-from lightrl.rollout.endpoint.requests import chat_answer, chat_wish, ignored_settings, token_wish
+from lightrl.rollout.endpoint.requests import chat_answer, chat_wish, ignored_settings, token_wish, unknown_fields
 from lightrl.rollout.endpoint.session import Reply
 from lightrl.rollout.episode import Turn
 
@@ -20,6 +20,13 @@ def test_settings_that_change_the_distribution_are_named() -> None:
     assert ignored_settings({"temperature": 0, "top_p": 0.9}, 1.0) == ["top_p=0.9", "temperature=0"]
     assert ignored_settings({"sampling_params": {"top_k": 5}}, 1.0) == ["top_k=5"]
     assert ignored_settings({"top_k": -1, "logit_bias": {}, "presence_penalty": -1}, 1.0) == ["presence_penalty=-1"]
+
+
+def test_fields_that_ask_for_another_answer_in_vain_are_named() -> None:
+    heeded = {"model": "policy", "messages": MESSAGES, "top_p": 1, "user": "me", "n": 1, "parallel_tool_calls": True}
+    assert unknown_fields({**heeded, "seed": None}) == []
+    body = {**heeded, "seed": 1, "chat_template_kwargs": {"enable_thinking": False}}
+    assert unknown_fields(body) == ["chat_template_kwargs", "seed"]
 
 
 def test_the_newer_name_of_the_limit_wins_and_none_means_left_out() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from endpoint_scripts import (
@@ -122,6 +124,28 @@ def test_calls_that_special_tokens_mark_are_found() -> None:
                     found += choice["message"].get("tool_calls", [])
                 assert bool(found) is bool(tools)
                 assert all(call["function"] == {"name": "add", "arguments": '{"a": 1}'} for call in found)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("given", "count"), [({}, 2), ({"parallel_tool_calls": False}, 1)])
+def test_a_request_may_ask_for_one_tool_call_at_a_time(given: dict[str, bool], count: int) -> None:
+    async def run() -> None:
+        made, driver = session()
+        driver._call = (*driver._call, *driver._call)
+        made.engine.limits = replace(made.engine.limits, max_new_tokens=200)
+        chat, _ = session_callers(made, TOKENIZER)
+        found: list[dict[str, Any]] = []
+        for number in range(100):
+            asked = [{"role": "user", "content": str(number)}]
+            message = (await chat({"messages": asked, "tools": TOOLS, **given}))["choices"][0]["message"]
+            if found := message.get("tool_calls", []):
+                break
+        assert len(found) == count
+        first = made.conversations.calls[-1]
+        answers = [{"role": "tool", "tool_call_id": call["id"], "content": "7"} for call in found]
+        await chat({"messages": [*asked, message, *answers], "tools": TOOLS, **given})
+        assert made.conversations.calls[-1].parent is first
 
     asyncio.run(run())
 
