@@ -143,6 +143,8 @@ class Judge:
             raise RuntimeError(f"the judge at {self._url} refused: {message}") from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             raise _TransientError(self._without_key(f"{type(error).__name__}: {error}")[:500], 0.0) from None
+        if told := _told_in_a_success(content):
+            raise _TransientError(self._without_key(told)[:500], 0.0)
         try:
             choice = content["choices"][0]
             text = _text_of(choice["message"]["content"])  # a list with the thoughts as parts, of some servers
@@ -186,6 +188,14 @@ def _without_thoughts(reply: str) -> str:
     """
     behind = reply.rpartition("</think>")[2]
     return "" if behind.lstrip().startswith("<think>") else behind
+
+
+def _told_in_a_success(content: Any) -> str:
+    """Returns the error of a reply with status 200 if it may be temporary: some gateways hand on errors like that."""
+    error = content.get("error") if isinstance(content, Mapping) else None
+    code = error.get("code") if isinstance(error, Mapping) else None
+    may_pass = isinstance(code, int) and (code in _TRANSIENT or code >= 500)
+    return f"error {code}: {error}" if may_pass else ""
 
 
 class _TransientError(Exception):

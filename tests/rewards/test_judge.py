@@ -275,6 +275,20 @@ def test_an_error_whose_text_breaks_off_is_tried_again(server: Server) -> None:
         judged(server, "a")
 
 
+def test_an_error_in_a_reply_of_status_200_is_tried_again_if_it_may_pass(server: Server) -> None:
+    def told(code: object) -> Answer:
+        return 200, {}, json.dumps({"error": {"code": code, "message": "Rate limit exceeded"}})
+
+    server.answer = lambda number, body: told(429) if number < 2 else (200, {}, completion("Score: 5"))
+    assert judged(server, "a", retries=1) == [0.5]
+    server.answer = lambda number, body: told(502)
+    with pytest.raises(RewardError, match="failed 1 times: error 502"):
+        judged(server, "a", retries=0)
+    server.answer = lambda number, body: told("invalid_model")
+    with pytest.raises(RewardError, match="is no chat completion"):
+        judged(server, "a", retries=5)
+
+
 def test_a_silent_server_and_none_at_all_are_failures(server: Server) -> None:
     def slow(number: int, body: Any) -> Answer:
         time.sleep(1)
