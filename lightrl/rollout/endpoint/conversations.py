@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
+from lightrl.records import FinishReason
 from lightrl.rollout.episode import Episode, Turn
 
 
@@ -20,6 +21,7 @@ class Call:
     prompt_ids: tuple[int, ...]
     turn: Turn
     parent: Call | None = None
+    limit: FinishReason | None = None  # that a request which continues this call was refused for
     depth: int = 1  # number of the policy's turns up to and including this one
     children: list[Call] = field(default_factory=list)
 
@@ -110,4 +112,5 @@ def _episode(line: Sequence[Call]) -> Episode:
     for call in line:
         episode.hear(call.prompt_ids[len(episode.prompt_ids) + len(episode.response_ids) :])
         episode.say(call.turn)
+    episode.finish_reason = line[-1].limit or episode.finish_reason
     return episode

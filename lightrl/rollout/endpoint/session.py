@@ -179,15 +179,18 @@ class Session:
     async def _turns(self, prompt_ids: tuple[int, ...], wish: Wish, parent: Call | None) -> list[Turn]:
         limits = self.engine.limits
         self._require_open()
+        is_own = self.task is not None and wish.adapter == POLICY
         if self.engine.room(prompt_ids) < 1:
+            if is_own and parent is not None:
+                parent.limit = "context"
             raise RequestError(
                 f"This model's maximum context length is {limits.max_tokens} tokens. However, your messages resulted "
                 f"in {len(prompt_ids)} tokens, which leaves no room for an answer.",
                 code="context_length_exceeded",
                 param="messages",
             )
-        is_own = self.task is not None and wish.adapter == POLICY
         if is_own and parent is not None and parent.depth >= limits.max_turns:
+            parent.limit = "turns"
             raise RequestError(
                 f"The conversation has had {parent.depth} turns, and --rollout.max_turns allows {limits.max_turns}.",
                 code="max_turns_exceeded",

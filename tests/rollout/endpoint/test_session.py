@@ -168,6 +168,24 @@ def test_limits_are_errors_that_say_so() -> None:
     asyncio.run(run())
 
 
+def test_a_conversation_that_reaches_a_limit_has_its_finish_reason() -> None:
+    async def run(more: str, **limits: int) -> list[str]:
+        made, _ = session(**limits)
+        chat, _ = session_callers(made, TOKENIZER)
+        asked: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
+        message = (await chat({"messages": asked}))["choices"][0]["message"]
+        made.conversations.calls[0].turn = replace(made.conversations.calls[0].turn, finish_reason="stop")
+        with pytest.raises(RequestError):
+            await chat({"messages": [*asked, message, {"role": "user", "content": more}]})
+        before = [episode.finish_reason for episode in made.episodes()]
+        if "max_tokens" in limits:  # what is shorter goes on from the same answer
+            await chat({"messages": [*asked, message, {"role": "user", "content": "a"}], "max_tokens": 1})
+        return [*before, *(episode.finish_reason for episode in made.episodes())]
+
+    assert asyncio.run(run("a", max_turns=1)) == ["turns", "turns"]
+    assert asyncio.run(run("+" * 300, max_tokens=200)) == ["context", "length"]
+
+
 def test_a_request_waits_for_a_sleeping_engine_and_is_told_to_come_again() -> None:
     async def run() -> None:
         driver, other = ScriptedDriver(TOKENIZER), asyncio.new_event_loop()
