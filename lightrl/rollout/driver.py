@@ -8,7 +8,8 @@ submit. The draws of an episode depend on its seed alone, never on the other epi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+import logging
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,11 +17,14 @@ from lightrl.engines.base import AnyPrompt, Completion, EngineGroup, EnginePromp
 from lightrl.engines.colocated import ColocatedEngine
 from lightrl.rollout.event_loop import run_to_its_end
 
+logger = logging.getLogger(__name__)
+
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 _SETTLING_PASSES = 3  # idle passes of the loop, without a request of any episode, before the engine is stepped
 _POLL_S = 0.02  # longest wait for a tool while the engine has nothing to do
+_LONG_S = 600.0  # such a wait is warned of
 
 
 Request = tuple[Any, ...]  # arguments of ColocatedEngine.submit: prompt, parameters, and the completion to continue
@@ -56,6 +60,7 @@ class EpisodeDriver:
         self._wishes: list[Wish] = []
         self._waiting: dict[tuple[int, int], Wish] = {}  # by request and sample
         self._has_cancelled = False  # whether an episode has stopped waiting for a sample that it requested
+        self._num_idle = 0  # polls since the last step of the engine; no clock, as a model may train meanwhile
         self._asked: asyncio.Future[None] | None = None  # resolved by the next wish, while the engine has nothing to do
 
     def run(self, jobs: Sequence[Job], start: Callable[[Job], Coroutine[Any, Any, Result]]) -> list[Result]:
@@ -116,8 +121,15 @@ class EpisodeDriver:
         self._drop_leftovers()
         return results
 
-    async def _wait_for_a_wish(self, unfinished: Iterable[asyncio.Future[Any]]) -> None:
+    async def _wait_for_a_wish(self, unfinished: Collection[asyncio.Future[Any]]) -> None:
         """Waits a moment until an episode requests something or ends, because the engine has nothing to do."""
+        self._num_idle += 1
+        if self._num_idle == round(_LONG_S / _POLL_S):
+            logger.warning(
+                "The engine has had nothing to do for %g s or more: %d episodes wait for something outside, such as a "
+                "tool, an environment or an agent. --rollout.episode_timeout_s ends episodes that take too long.",
+                *(_LONG_S, len(unfinished)),
+            )
         self._asked = asyncio.get_running_loop().create_future()
         await asyncio.wait([*unfinished, self._asked], timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
 
@@ -189,6 +201,7 @@ class EpisodeDriver:
         if not self.engine.has_unfinished():
             return 0, []
         self.num_steps += 1
+        self._num_idle = 0
         return (ids[0] if ids else 0), self.engine.step()
 
 

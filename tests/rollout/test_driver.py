@@ -115,6 +115,24 @@ def test_the_engine_goes_on_while_a_tool_runs() -> None:
     assert made.run(["turns", "tool"], episode) == ["6 steps", "tool"]
 
 
+def test_a_long_wait_for_something_outside_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("lightrl.rollout.driver._LONG_S", 0.1)
+    made, _ = driver()
+
+    async def episode(wait_s: float) -> None:
+        await made.generate([1], sample(0))
+        await asyncio.sleep(wait_s)
+
+    made.run([0.0, 0.05], episode)
+    assert caplog.messages == []
+    made.run([0.0, 0.5, 0.5], episode)
+    [message] = caplog.messages
+    assert "2 episodes wait for something outside" in message
+    assert "--rollout.episode_timeout_s" in message
+
+
 def test_a_request_that_ran_out_of_time_is_taken_back() -> None:
     made, engine = driver()
 
