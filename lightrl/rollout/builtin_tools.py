@@ -8,6 +8,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+from lightrl.cores import cores_of_rank
 from lightrl.rewards.sandbox import SandboxLimits, run_python
 from lightrl.rollout.tool_calls import CallError
 
@@ -66,3 +67,7 @@ def python(code: str) -> str:
     if result.timed_out:
         return f"{result.stdout}error: the program was stopped at its time limit"
     return result.stdout + (result.stderr if result.exit_code else "")
+
+
+# More programs at a time than cores would make each other time out.
+python.max_concurrency = cores_of_rank()  # type: ignore[attr-defined]

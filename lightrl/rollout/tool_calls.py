@@ -8,7 +8,7 @@ import logging
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ class Tool:
     name: str
     schema: Mapping[str, Any]  # in the chat template's format: what the policy reads about the tool
     function: Callable[..., Any]  # plain or async; a plain one runs in a thread
+    max_concurrency: int | None = None  # calls that run side by side; the time of others has not begun
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,8 @@ class ToolBox:
         self._timeout_s = timeout_s
         self._max_result_chars = max_result_chars
         self._has_shown_error = False
+        self._gates: dict[str, asyncio.Semaphore] = {}  # by tool
+        self._gates_loop: asyncio.AbstractEventLoop | None = None  # to which these belong
 
     @property
     def schemas(self) -> list[Mapping[str, Any]]:
@@ -94,11 +97,12 @@ class ToolBox:
                 inspect.signature(tool.function).bind(**arguments)
             except TypeError as error:
                 return self._error(f"{bad_call(f'{call.name}({arguments})', error).problem}.")
-            running = asyncio.ensure_future(without_exit(_called(tool, arguments)))
-            try:  # not wait_for(), which would wait for a tool that goes on although it was cancelled
-                await asyncio.wait([running], timeout=self._timeout_s)
-            finally:
-                running.cancel()
+            async with self._gate(tool):
+                running = asyncio.ensure_future(without_exit(_called(tool, arguments)))
+                try:  # not wait_for(), which would wait for a tool that goes on although it was cancelled
+                    await asyncio.wait([running], timeout=self._timeout_s)
+                finally:
+                    running.cancel()
             if not running.done():
                 return self._error(f"no result after {self._timeout_s:g} s")
             return self._cut(str(running.result()))
@@ -107,6 +111,14 @@ class ToolBox:
         except Exception as error:
             self._show(call, error)
             return self._error(f"{type(error).__name__}: {error}")
+
+    def _gate(self, tool: Tool) -> AbstractAsyncContextManager[Any]:
+        """Returns what a call holds while it runs."""
+        if tool.max_concurrency is None:
+            return nullcontext()
+        if self._gates_loop is not asyncio.get_running_loop():
+            self._gates, self._gates_loop = {}, asyncio.get_running_loop()
+        return self._gates.setdefault(tool.name, asyncio.Semaphore(tool.max_concurrency))
 
     @property
     def _names(self) -> str:
@@ -181,4 +193,5 @@ def load_tool(name: str) -> Tool:
             f"The tool {name!r} cannot be described to the policy: {error} Give it a docstring with an Args: section, "
             "and type hints."
         ) from error
-    return Tool(name=schema["function"]["name"], schema=schema, function=function)
+    limit = getattr(function, "max_concurrency", None)
+    return Tool(name=schema["function"]["name"], schema=schema, function=function, max_concurrency=limit)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lightrl.cores import cores_of_rank
 from lightrl.rollout.builtin_tools import calculator, python
 from lightrl.rollout.tool_calls import CallError, load_tool
 
@@ -36,3 +37,8 @@ def test_they_are_described_by_their_docstrings() -> None:
         tool = load_tool(name)
         assert tool.schema["function"]["parameters"]["required"] == [argument]
         assert len(tool.schema["function"]["description"]) > 30
+
+
+def test_no_more_programs_run_at_a_time_than_there_are_cores() -> None:
+    assert load_tool("python").max_concurrency == cores_of_rank() > 0
+    assert load_tool("calculator").max_concurrency is None

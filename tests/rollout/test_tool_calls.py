@@ -41,6 +41,23 @@ def test_a_tool_that_hangs_holds_up_neither_the_others_nor_the_loop() -> None:
     assert found == [("error: no result after 0.2 s", True)] * 40 + [("fine", False)]
 
 
+def test_calls_of_a_tool_that_wait_for_each_other_keep_their_time() -> None:
+    running, most = [0], [0]
+
+    async def slow() -> str:
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        await asyncio.sleep(0.12)
+        running[0] -= 1
+        return "slow"
+
+    one_by_one = Tool(name="slow", schema={}, function=slow, max_concurrency=1)
+    tools = ToolBox([one_by_one], timeout_s=0.2, max_result_chars=50)
+    for _ in range(2):  # in two event loops
+        assert answers(tools, *["slow"] * 4) == [("slow", False)] * 4
+    assert most == [1]
+
+
 def test_arguments_that_are_texts_get_the_types_of_the_tool() -> None:
     def repeat(count: int, word: str) -> str:
         return f"{word!r} {count + 1}"
