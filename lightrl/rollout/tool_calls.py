@@ -20,6 +20,8 @@ from lightrl.rollout.tool_parsers import ToolCall, bad_call, typed_arguments
 
 logger = logging.getLogger(__name__)
 
+_PARTS = 20  # of the time limit of a call
+
 BUILTIN_TOOLS = {
     "calculator": "lightrl.rollout.builtin_tools:calculator",
     "python": "lightrl.rollout.builtin_tools:python",
@@ -99,8 +101,8 @@ class ToolBox:
                 return self._error(f"{bad_call(f'{call.name}({arguments})', error).problem}.")
             async with self._gate(tool):
                 running = asyncio.ensure_future(without_exit(_called(tool, arguments)))
-                try:  # not wait_for(), which would wait for a tool that goes on although it was cancelled
-                    await asyncio.wait([running], timeout=self._timeout_s)
+                try:
+                    await self._wait(running)
                 finally:
                     running.cancel()
             if not running.done():
@@ -111,6 +113,15 @@ class ToolBox:
         except Exception as error:
             self._show(call, error)
             return self._error(f"{type(error).__name__}: {error}")
+
+    async def _wait(self, running: asyncio.Future[Any]) -> None:
+        """Waits until a call is done or late; unlike wait_for(), not for one that goes on although it was cancelled.
+
+        It waits in parts, so that time in which the loop stands still, as while a model trains, does not count.
+        """
+        for _ in range(_PARTS):
+            if (await asyncio.wait([running], timeout=self._timeout_s / _PARTS))[0]:
+                return
 
     def _gate(self, tool: Tool) -> AbstractAsyncContextManager[Any]:
         """Returns what a call holds while it runs."""

@@ -58,6 +58,22 @@ def test_calls_of_a_tool_that_wait_for_each_other_keep_their_time() -> None:
     assert most == [1]
 
 
+def test_the_time_in_which_the_loop_stands_still_does_not_count() -> None:
+    async def answered_meanwhile() -> str:
+        await asyncio.sleep(0.05)
+        for _ in range(20):  # as a client that reads an answer from its socket
+            await asyncio.sleep(0)
+        return "answered"
+
+    loop = asyncio.new_event_loop()
+    tools = box(search=answered_meanwhile)
+    asked = loop.create_task(tools.answer(ToolCall("search", {})))
+    loop.run_until_complete(asyncio.sleep(0.01))
+    time.sleep(0.5)  # a model trains
+    assert loop.run_until_complete(asked).text == "answered"
+    loop.close()
+
+
 def test_arguments_that_are_texts_get_the_types_of_the_tool() -> None:
     def repeat(count: int, word: str) -> str:
         return f"{word!r} {count + 1}"
