@@ -49,7 +49,7 @@ class Endpoint:
         host: str = "127.0.0.1",
         port: int = 0,
         api_key_env: str = "",
-        wait_s: float = 60.0,
+        wait_s: float = 600.0,
         max_body_mb: float = 32.0,
         tool_parser: str = "hermes",
     ) -> None:
