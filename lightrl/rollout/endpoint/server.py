@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 _KEY_PREFIX = "lightrl-episode-"
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _POLL_S = 0.05
+_BACKLOG = 4096  # connections that wait to be accepted: agents begin all at once, and their clients wait for seconds
 ENDPOINT_OPTIONS = ("model", "host", "port", "api_key_env", "wait_s", "max_body_mb", "tool_parser")
 
 Handler = Callable[["web.Request"], Awaitable["web.StreamResponse"]]
@@ -156,7 +157,7 @@ class Endpoint:
         await runner.setup()
         port = self._port + int(os.environ.get("LOCAL_RANK", "0")) if self._port else 0
         try:
-            await web.TCPSite(runner, self._host, port).start()
+            await web.TCPSite(runner, self._host, port, backlog=_BACKLOG).start()
         except (OSError, OverflowError) as error:  # the latter for a port beyond 65535
             ready.set_exception(OSError(f"The endpoint cannot listen on {self._host}:{port}: {error}"))
             await runner.cleanup()

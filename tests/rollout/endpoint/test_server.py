@@ -8,9 +8,12 @@ import json
 import logging
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -22,6 +25,7 @@ from lightrl.rollout.endpoint.errors import RequestError
 from lightrl.rollout.endpoint.server import Endpoint, require_aiohttp
 from lightrl.rollout.endpoint.session import Session, Wish
 
+MOST_WAITING = Path("/proc/sys/net/core/somaxconn")
 Play = Callable[[aiohttp.ClientSession, str, str], Awaitable[Any]]
 
 
@@ -361,6 +365,18 @@ def test_bad_settings_are_refused_before_anything_starts(monkeypatch: pytest.Mon
     monkeypatch.setattr("lightrl.rollout.endpoint.server.is_installed", lambda name: False)
     with pytest.raises(ImportError, match=r"pip install 'lightrl\[serve\]'"):
         require_aiohttp()
+
+
+@pytest.mark.skipif(not MOST_WAITING.exists() or int(MOST_WAITING.read_text()) < 1000, reason="the system allows few")
+def test_many_agents_connect_while_the_endpoint_is_busy(endpoint: Endpoint) -> None:
+    assert endpoint.loop is not None
+    endpoint.loop.call_soon_threadsafe(time.sleep, 3)
+    host, port = endpoint.origin.removeprefix("http://").split(":")
+    began = time.monotonic()
+    with ExitStack() as opened:
+        for _ in range(300):
+            opened.enter_context(socket.create_connection((host, int(port)), timeout=30))
+        assert time.monotonic() - began < 2.5
 
 
 def test_a_port_that_is_taken_is_named() -> None:
