@@ -6,6 +6,7 @@ it.
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,8 @@ from transformers import AutoConfig, AutoProcessor
 from lightrl.models.hub import file_of
 from lightrl.models.token_split import Tokens
 from lightrl.records import EncodedPrompt, VisionInputs
+
+logger = logging.getLogger(__name__)
 
 FAMILIES = ("qwen2_5_vl", "qwen3_vl")
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
@@ -171,8 +174,13 @@ def copy_processor(source: str, folder: Path) -> None:
     A model that takes images in a way that lightrl does not know is trained on text, and needs them afterwards.
     """
     for name in _PROCESSOR_FILES if source else ():
-        if (file := file_of(source, name)) and not (folder / name).exists():
-            shutil.copy(file, folder / name)
+        try:
+            file = file_of(source, name)
+        except OSError as error:  # the folder may be gone by the end of the run
+            logger.warning("%s lacks the files of its image processor: %s", folder, error)
+            return
+        if file and not (folder / name).exists():
+            shutil.copyfile(file, folder / name)  # without its mode: that of a shared model may be read-only
 
 
 def rope_positions(config: Any, token_ids: Sequence[int], grid_thw: Tensor | None) -> tuple[Tensor, int]:

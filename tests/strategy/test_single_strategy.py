@@ -56,10 +56,13 @@ def test_a_model_that_is_trained_on_text_alone_keeps_its_processor_of_images(tmp
     config = transformers.Gemma3Config(text_config=sizes | text, vision_config=vision, mm_tokens_per_image=4)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     (tmp_path / "model/preprocessor_config.json").write_text('{"do_resize": true}')
+    (tmp_path / "model/preprocessor_config.json").chmod(0o444)
     policy = load_policy(str(tmp_path / "model"), materialize=True)
     SingleStrategy(0, 0.0, 1, 1).save_pretrained(policy, tmp_path / "saved")
     assert (tmp_path / "saved/preprocessor_config.json").read_text() == '{"do_resize": true}'
+    assert (tmp_path / "saved/preprocessor_config.json").stat().st_mode & 0o200  # the trainer may write it again
     assert (tmp_path / "saved/model.safetensors").is_file()
-    policy.hf.name_or_path = ""  # made from a config, it has no folder
-    SingleStrategy(0, 0.0, 1, 1).save_pretrained(policy, tmp_path / "without")
-    assert not (tmp_path / "without/preprocessor_config.json").exists()
+    for name in ("", str(tmp_path / "gone")):  # made from a config, it has no folder; one may be gone by now
+        policy.hf.name_or_path = name
+        SingleStrategy(0, 0.0, 1, 1).save_pretrained(policy, tmp_path / "without")
+        assert not (tmp_path / "without/preprocessor_config.json").exists()
