@@ -12,7 +12,8 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")  # "200000 100000": 2 cores for this con
 
 def usable_cores() -> int:
     """Returns how many cores the ranks on this machine may use together."""
-    return min(_bound_to(os.getppid()), _quota())  # of torchrun, which may bind each rank to a part of its own
+    is_rank = "TORCHELASTIC_RUN_ID" in os.environ  # of torchrun, which may bind each rank to a part of its own cores
+    return min(_bound_to(os.getppid() if is_rank else 0), _quota())
 
 
 def cores_of_rank() -> int:

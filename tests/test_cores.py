@@ -18,6 +18,7 @@ def bound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[int, int]:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(numbers[pid])), raising=False)
     monkeypatch.setattr(cores, "_QUOTA", tmp_path / "cpu.max")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     return numbers
 
 
@@ -31,6 +32,12 @@ def test_ranks_share_the_cores_of_their_job(bound: dict[int, int], monkeypatch: 
     assert cores.cores_of_rank() == 1
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "100")
     assert cores.cores_of_rank() == 1
+
+
+def test_without_torchrun_the_own_cores_count(bound: dict[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+    bound[0] = 4  # by taskset or srun, which leave the parent as it is
+    assert cores.usable_cores() == 4
 
 
 @pytest.mark.parametrize(
