@@ -152,7 +152,7 @@ class BadSteps(Observer):
             self._warn()
         if limits.max_bad_steps:
             self._count(limits.max_bad_steps)
-        elif _REJECTED in self._found:
+        elif self._found.keys() & _NONE_LEFT.keys() == {_REJECTED}:  # neither a judge nor a filter has a share in it
             self._require_samples(self._trainer.step_index)
 
     def _warn(self) -> None:

@@ -77,6 +77,18 @@ def test_a_warning_comes_again_only_when_it_has_long_passed(caplog: pytest.LogCa
     ]
 
 
+@pytest.mark.parametrize("also", ["reward/failures", "rollout/filtered"])
+def test_steps_that_failures_or_a_filter_empty_as_well_do_not_end_the_run(also: str) -> None:
+    """A judge may be out of reach for longer than ten steps, within --max_reward_failures."""
+    config = SimpleNamespace(health=GroupHealthConfig())
+    trainer = SimpleNamespace(config=config, strategy=SimpleNamespace(comm=Comm()), step_index=0)
+    health = BadSteps(trainer)
+    for step in range(1, 20):
+        trainer.step_index = step
+        health.see({"episode/filtered": 1.0, also: 31.0})
+    health.see({"episode/filtered": 32.0})  # the first of which the workflow alone left nothing
+
+
 def test_a_trainer_that_tells_of_no_groups_stops_without_a_batch_to_repeat(tmp_path: Path) -> None:
     strategy, folder = SimpleNamespace(comm=Comm()), SimpleNamespace(root=tmp_path)
     config = SimpleNamespace(health=GroupHealthConfig(max_bad_steps=1))
