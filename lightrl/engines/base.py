@@ -368,7 +368,7 @@ def _is_text_part(source: PreTrainedModel, name: str) -> bool:
     """Returns whether the model is only the language model of what the folder describes, as Qwen3.5's is."""
     local = Path(name) / "config.json"
     file = local if local.is_file() else try_to_load_from_cache(name, "config.json")
-    whole = json.loads(Path(file).read_text()) if isinstance(file, str | Path) else {}
+    whole = json.loads(Path(file).read_bytes()) if isinstance(file, str | Path) else {}
     return (whole.get("text_config") or {}).get("model_type") == source.config.model_type
 
 
