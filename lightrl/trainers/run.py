@@ -39,7 +39,7 @@ from lightrl.trainers.run_folder import RunFolder, open_folder
 from lightrl.trainers.sound_checkpoint import newest_sound
 
 TrainerConfig = RolloutConfig | OfflineConfig
-_COMPANIONS = ("teacher_model", "critic_model")  # options that name further models
+_COMPANIONS = ("teacher_model", "critic_model")  # options that name further models of trainers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ def open_run(config: TrainerConfig, *, kind: str, strategy: StrategyBase | None 
         train_records = load_records(config.train_data, stream=config.data.stream)
         eval_data = config.eval_data or held_out_of(config.train_data)
         eval_records = load_records(eval_data) if eval_data else []
-    model_path = _find_model(config, strategy)
+    model_path = _find_model(config, strategy, () if kind == "rollout" else _COMPANIONS)
     with comm.phase("set-up", local=True):
         model_config = load_config(model_path, trust_remote_code=remote_code)
         strategy.check_model_config(model_config)
@@ -123,20 +123,20 @@ def _no_vocabulary(model: str) -> NoReturn:
     )
 
 
-def _find_model(config: TrainerConfig, strategy: StrategyBase) -> str:
+def _find_model(config: TrainerConfig, strategy: StrategyBase, others: Sequence[str]) -> str:
     """Returns the path or name to load. Rank 0 makes the built-in model while the others wait."""
     if config.model != BUILTIN_MODEL:
-        return _checked_model(config, strategy)
+        return _checked_model(config, strategy, others)
     with strategy.comm.phase("building the built-in model", local=True):
         path = str(cached_model() or builtin_model_path(on_progress=strategy.print)) if strategy.comm.is_main else ""
     return strategy.comm.broadcast_object(path)
 
 
-def _checked_model(config: TrainerConfig, strategy: StrategyBase) -> str:
-    """Checks the other models of the run too, since they are loaded only after this one, which may take minutes."""
+def _checked_model(config: TrainerConfig, strategy: StrategyBase, others: Sequence[str]) -> str:
+    """Checks the other models of this rank too, since they are loaded only after this one, which may take minutes."""
     with strategy.comm.phase("set-up", local=True):
         check_model_folder(config.model)
-        for option in _COMPANIONS:
+        for option in others:
             if path := getattr(config, option, ""):
                 check_model_folder(path, f"--{option}")
     return config.model

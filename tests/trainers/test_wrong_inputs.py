@@ -338,6 +338,8 @@ def test_other_models_are_looked_for_before_the_policy_is_loaded(
     config = kind(model=str(model), output_dir=str(tmp_path / "run"), **{option: str(missing)})
     with refused(f"--{option} {missing}: there is no such folder"):
         open_run(config, kind="grpo")
+    # Ranks that generate load neither, and may be on a machine that has neither.
+    assert open_run(dataclasses.replace(config, output_dir=str(tmp_path / "other")), kind="rollout").model_path
 
 
 def test_a_builtin_name_is_suggested_only_where_it_can_be_given() -> None:
