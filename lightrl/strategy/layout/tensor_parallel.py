@@ -6,6 +6,7 @@ the norms of hidden states stay whole.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -53,8 +54,11 @@ def check_splits(config: Any, *, tp_size: int, sp_size: int) -> None:
     num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
     if tp_size > 1:
         tensor_parallel_plan(text)
-        counts = {"attention heads": num_heads, "key-value heads": num_kv_heads, "MLP columns": text.intermediate_size}
-        _check_cuts(counts, tp_size)
+        columns = text.intermediate_size  # Gemma 3n has a list, with an entry for each layer
+        num_columns = math.gcd(*columns) if isinstance(columns, list | tuple) else columns
+        _check_cuts(
+            {"attention heads": num_heads, "key-value heads": num_kv_heads, "MLP columns": num_columns}, tp_size
+        )
     check_heads(num_heads // tp_size, num_kv_heads // tp_size, sp_size)
 
 

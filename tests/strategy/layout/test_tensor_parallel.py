@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig, Phi3Config, Qwen2_5_VLConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import Gemma3nTextConfig, LlamaConfig, Phi3Config, Qwen2_5_VLConfig, Qwen3Config, Qwen3MoeConfig
 
 from lightrl.config import GRPOConfig
 from lightrl.strategy import create_strategy
@@ -42,6 +42,14 @@ def test_what_cannot_be_split_is_told_with_what_can() -> None:
     # Of 12 heads the divisors are 1, 2, 3, 4, 6, 12; 4 neither divides 6 key-value heads nor is a multiple of them
     with pytest.raises(ValueError, match=r"--sp_size 4 does not fit 12 .* 6 .*Valid: \[1, 2, 3, 6, 12\]"):
         check_splits(config, tp_size=1, sp_size=4)
+
+
+def test_the_widths_of_all_layers_are_cut() -> None:
+    config = Gemma3nTextConfig(num_hidden_layers=2, num_key_value_heads=4, intermediate_size=[96, 64])
+    check_splits(config, tp_size=4, sp_size=1)
+    config.intermediate_size = [96, 66]  # 6 divides both, 4 does not
+    with pytest.raises(ValueError, match=r"--tp_size 4 does not divide .*6 MLP columns. Valid: \[1, 2\]"):
+        check_splits(config, tp_size=4, sp_size=1)
 
 
 def test_models_of_other_kinds_are_refused() -> None:
