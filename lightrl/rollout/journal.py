@@ -82,12 +82,24 @@ class Journal:
         return self
 
     def forget_other(self, number: Number, asked: EnginePrompt) -> None:
-        """Erases a call whose prompt was another one: its tokens are no answer to what the code asks now."""
+        """Erases a call whose prompt was another one: its tokens are no answer to what the code asks now.
+
+        The results of tools behind it go with it, since they answer what its tokens asked for.
+        """
         if asked.images or asked.videos:  # the record has their tokens, too
             return
         for records in (self.completions, self.partials):
             if number in records and tuple(records[number].prompt_token_ids) != tuple(asked.token_ids):
                 del records[number]
+                for result in [result for result in self.results if self._is_behind(result, number)]:
+                    del self.results[result]
+
+    def _is_behind(self, result: Number, call: Number) -> bool:
+        """Returns whether the code asks for a tool's result after this call, which it makes now."""
+        if isinstance(result, str) and isinstance(call, str):
+            (name, place), (shared, own) = result.rsplit("/", 1), call.rsplit("/", 1)
+            return name == shared and int(place) > int(own)
+        return isinstance(result, int) and isinstance(call, int) and result >= self.num_results
 
     def versions_of_calls(self) -> list[Sequence[int]]:
         """Returns the weight versions of each call's tokens; empty for a call that was given up.

@@ -13,7 +13,7 @@ from lightrl.engines.colocated import ColocatedEngine
 from lightrl.engines.native.engine import NativeEngine
 from lightrl.rollout.client import EngineClient, EpisodeLimits
 from lightrl.rollout.episode import Episode
-from lightrl.rollout.journal import Journal, remembered
+from lightrl.rollout.journal import Journal, for_all_siblings, remembered
 from lightrl.rollout.phases import PhasedDriver
 from lightrl.rollout.siblings import Siblings
 
@@ -137,6 +137,34 @@ def test_a_call_with_another_prompt_than_before_a_kill_is_generated_again() -> N
     resumed.begin(Journal.from_state(journal.state_dict()), partial(asks, resumed, 5, 8, 9))
     assert run_through(resumed) == expected
     for used in (made, whole, resumed):
+        used.close()
+
+
+def test_results_behind_a_call_with_another_prompt_are_asked_for_again() -> None:
+    """They answer questions of the turn that was erased."""
+    made, resumed = driver(), driver()
+    params = SamplingParams(max_new_tokens=2, ignore_eos=True)
+
+    async def double(value: int) -> int:
+        return 2 * value
+
+    async def asks(at: PhasedDriver, told: int) -> list[int]:
+        before = await remembered(double(1))
+        await at.generate([1, told], params)
+        return [before, await remembered(double(told))]
+
+    async def works(at: PhasedDriver, told: int) -> list[int]:
+        return await for_all_siblings("work", lambda: asks(at, told))
+
+    journals = [Journal(ticket, 0, 0) for ticket in range(2)]
+    for code, journal in zip((asks, works), journals, strict=True):
+        made.begin(journal, partial(code, made, 5))
+    assert list(run_through(made).values()) == [[2, 10], [2, 10]]
+    for code, journal in zip((asks, works), journals, strict=True):
+        journal.results = {number: 3 if value == 2 else value for number, value in journal.results.items()}
+        resumed.begin(Journal.from_state(journal.state_dict()), partial(code, resumed, 6))
+    assert list(run_through(resumed).values()) == [[3, 12], [3, 12]]
+    for used in (made, resumed):
         used.close()
 
 
