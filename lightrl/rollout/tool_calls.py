@@ -205,4 +205,6 @@ def load_tool(name: str) -> Tool:
             "and type hints."
         ) from error
     limit = getattr(function, "max_concurrency", None)
+    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
+        raise ValueError(f"The tool {name!r} has max_concurrency {limit!r}: it must be a whole number from 1 on.")
     return Tool(name=schema["function"]["name"], schema=schema, function=function, max_concurrency=limit)

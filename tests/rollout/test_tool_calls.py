@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.rollout.tool_calls import CallError, Tool, ToolBox, in_daemon_thread
+from lightrl.rollout.tool_calls import CallError, Tool, ToolBox, in_daemon_thread, load_tool
 from lightrl.rollout.tool_parsers import ToolCall
 
 
@@ -56,6 +56,24 @@ def test_calls_of_a_tool_that_wait_for_each_other_keep_their_time() -> None:
     for _ in range(2):  # in two event loops
         assert answers(tools, *["slow"] * 4) == [("slow", False)] * 4
     assert most == [1]
+
+
+def limited() -> str:
+    """Says a word."""
+    return "word"
+
+
+@pytest.mark.parametrize("limit", [0, -1, "8", 1.5, True])
+def test_a_number_of_calls_that_would_wait_for_ever_is_refused(monkeypatch: pytest.MonkeyPatch, limit: Any) -> None:
+    monkeypatch.setattr(limited, "max_concurrency", limit, raising=False)
+    with pytest.raises(ValueError, match=f"max_concurrency {limit!r}: it must be a whole number from 1 on"):
+        load_tool(f"{__name__}:limited")
+
+
+@pytest.mark.parametrize("limit", [None, 1, 8])
+def test_a_tool_may_limit_its_calls(monkeypatch: pytest.MonkeyPatch, limit: int | None) -> None:
+    monkeypatch.setattr(limited, "max_concurrency", limit, raising=False)
+    assert load_tool(f"{__name__}:limited").max_concurrency == limit
 
 
 def test_the_time_in_which_the_loop_stands_still_does_not_count() -> None:
