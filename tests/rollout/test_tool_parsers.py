@@ -324,6 +324,11 @@ def test_a_turn_that_repeats_an_opener_is_read_at_once(parser: str, around: str)
             assert time.process_time() - began < 3  # a search from each opener takes from 10 seconds to minutes
 
 
+def test_python_in_thoughts_may_lack_its_end() -> None:
+    text = "<think>\n```python\ndraft(\n</think>\n```python\nprint(1)\n```"
+    assert python_calls(text) == [ToolCall("python", {"code": "print(1)\n"})]
+
+
 def test_python() -> None:
     text = "First\n```python\nprint(1)\n```\nthen\n```py\nprint(2)\n```\n```\nprint(3)\n```"
     assert python_calls(text) == [
