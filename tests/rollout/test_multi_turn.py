@@ -81,6 +81,12 @@ def test_feedback_without_tokens_is_refused_before_the_run() -> None:
         MultiTurnWorkflow().check(builtin_tokenizer())
 
 
+@pytest.mark.parametrize("feedback", [False, 5])  # as YAML reads No and 5
+def test_feedback_that_is_no_text_is_refused(feedback: Any) -> None:
+    with pytest.raises(ValueError, match=f"feedback is {feedback}: it must be a text"):
+        MultiTurnWorkflow(feedback=feedback)
+
+
 def test_the_context_ends_the_tries() -> None:
     episode = play("41", "41", feedback=" No. ", limits={"max_tokens": 12})
     assert text_of(episode) == "41|"
