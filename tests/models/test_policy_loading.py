@@ -77,7 +77,7 @@ def test_what_a_model_folder_lacks_is_told(folder: str, tmp_path: Path, monkeypa
     with pytest.raises(FileNotFoundError, match="no tokenizer"):
         check_model_folder(str(tmp_path))
     for name in ("", "builtin:subtraction"):
-        with pytest.raises(ValueError, match="neither a folder, nor a Hugging Face name"):
+        with pytest.raises(ValueError, match="neither a folder nor a Hugging Face name"):
             check_model_folder(name)
 
 
