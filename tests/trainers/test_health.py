@@ -86,7 +86,12 @@ def test_steps_that_failures_or_a_filter_empty_as_well_do_not_end_the_run(also: 
     for step in range(1, 20):
         trainer.step_index = step
         health.see({"episode/filtered": 1.0, also: 31.0})
-    health.see({"episode/filtered": 32.0})  # the first of which the workflow alone left nothing
+    for step in range(20, 29):  # nine steps of which the workflow alone left nothing: only the tenth ends the run
+        trainer.step_index = step
+        health.see({"episode/filtered": 32.0})
+    trainer.step_index = 29
+    with pytest.raises(UnhealthyRunError):
+        health.see({"episode/filtered": 32.0})
 
 
 def test_a_trainer_that_tells_of_no_groups_stops_without_a_batch_to_repeat(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from endpoint_scripts import TOKENIZER, ScriptedDriver, client_of, task_of
 
 from lightrl.config import WorkflowConfig
+from lightrl.rollout.endpoint.agent import AgentWorkflow
 from lightrl.rollout.episode import Episode
 from lightrl.rollout.workflow import load_workflow
 from lightrl.testing import run_spmd
@@ -124,7 +125,8 @@ def test_an_agent_that_cannot_be_run_is_refused_at_once(arguments: tuple[str, ..
 @pytest.mark.parametrize("agent", ["limited", "Limited"])
 def test_an_agent_takes_arguments_of_its_own_that_fit(agent: str) -> None:
     for given in ("limit=2", "limit=null"):
-        load_workflow(WorkflowConfig(workflow="agent", workflow_args=(f"agent=endpoint_agents:{agent}", given)))
+        options = WorkflowConfig(workflow="agent", workflow_args=(f"agent=endpoint_agents:{agent}", given))
+        assert isinstance(load_workflow(options), AgentWorkflow)
 
 
 def test_an_option_that_the_endpoint_lacks_is_refused() -> None:
