@@ -16,7 +16,6 @@ import contextlib
 import datetime
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from bench import processor
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "benchmarks" / "records.md"
@@ -230,11 +231,6 @@ def row_of(task: Task, system: str, version: str, found: dict[str, Any]) -> str:
         f"{found['cpu']:.1f}",
     ]
     return f"| {' | '.join([*cells, datetime.date.today().isoformat(), processor()])} |"
-
-
-def processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def versions() -> dict[str, str]:

@@ -58,5 +58,23 @@ def test_slower_is_judged_in_the_direction_of_the_benchmark(bench: ModuleType) -
 
 
 def test_the_baselines_belong_to_benchmarks(bench: ModuleType) -> None:
-    names = json.loads(bench.BASELINES.read_text())
-    assert {name.partition(":")[0] for name in names} <= set(bench.BENCHMARKS)
+    for ratios in json.loads(bench.BASELINES.read_text()).values():
+        assert {name.partition(":")[0] for name in ratios} <= set(bench.BENCHMARKS)
+
+
+def test_baselines_are_compared_on_the_same_processor_only(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "BASELINES", tmp_path / "baselines.json")
+    bench.BASELINES.write_text(json.dumps({"another": {"packing: packed": {"ratio": 9.0}}}))
+    monkeypatch.setattr(bench, "measure", lambda name: {"packing: packed": 2.0})
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--only", "packing"])
+    bench.main()
+    assert f"no ratios of this processor, {bench.processor()}" in capsys.readouterr().out
+    known = {bench.processor(): {"packing: packed": {"ratio": 9.0}}}
+    bench.BASELINES.write_text(json.dumps(known))
+    with pytest.raises(SystemExit, match="packing: packed"):
+        bench.main()
+    monkeypatch.setattr(sys, "argv", ["bench.py", "--only", "packing", "--update"])
+    bench.main()
+    assert json.loads(bench.BASELINES.read_text()) == {bench.processor(): {"packing: packed": {"ratio": 2.0}}}
