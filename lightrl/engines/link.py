@@ -191,7 +191,7 @@ class Link:
         self._send_text(entries)
         flat = torch.zeros(total, dtype=torch.uint8, device=self._device)
         for (_, tensor), (*_, start) in zip(bucket, entries, strict=True):
-            flat[start : start + tensor.nbytes] = tensor.contiguous().reshape(-1).view(torch.uint8)
+            flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
         self._broadcast(flat, self._data)
 
     def _receive_buckets(self) -> Iterator[tuple[str, Tensor]]:

@@ -22,6 +22,7 @@ WEIGHTS = {
     "half": torch.tensor([1.5, -2.0, 0.25], dtype=torch.bfloat16),
     "number": torch.tensor(7.0),
     "turned": torch.arange(8.0).reshape(2, 4).t(),
+    "strided": torch.arange(8.0)[::5][:1],  # contiguous, since it has one element, but with a stride of 5
 }
 
 

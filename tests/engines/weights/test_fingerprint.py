@@ -94,6 +94,12 @@ def test_the_two_sums_of_a_row_do_not_cancel_out_either() -> None:
     assert max(map(abs, short)) > 1 << 28
 
 
+def test_any_stride_is_read() -> None:
+    rows = random(torch.float32, 20, 5)
+    for tensor in (rows[:1, 0], rows[:1, :1], rows[:, 2], rows[:0, 0], rows.t(), rows[3, 3]):
+        assert fingerprint(tensor) == fingerprint(torch.tensor(tensor.tolist()))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_shards_add_up_however_they_are_cut(dtype: torch.dtype) -> None:
     whole = random(dtype, 70, 141)  # of an odd width: rows begin within words

@@ -137,6 +137,12 @@ def test_changed_values_are_noticed_by_whoever_reads_rows_of_their_block(
             assert_close(reader.rows("w", start, stop), weight[start:stop], atol=0, rtol=0)
 
 
+def test_a_checksum_is_of_the_values_whatever_their_stride() -> None:
+    rows = torch.arange(100.0).view(20, 5)
+    for tensor in (rows[:1, 0], rows[:1, :1], rows[:, 2], rows[:0, 0], rows.t(), rows[3, 3]):
+        assert state_files.block_checksums(tensor, 2) == state_files.block_checksums(torch.tensor(tensor.tolist()), 2)
+
+
 def is_readable(reader: TensorReader, name: str) -> bool:
     try:
         return bool(reader[name].isfinite().all())
