@@ -81,10 +81,12 @@ class TreeLayout(PackedLayout):
             return attend_by_paths(query, key, value, self, scoring)
         if torch.is_autocast_enabled("cpu"):
             query, key, value = (part.to(torch.get_autocast_dtype("cpu")) for part in (query, key, value))
-        if self.grid is not None:
-            return self.grid.attend(query, key, value, scoring.scale).transpose(1, 2)
-        output: Tensor = _TreeAttention.apply(query, key, value, self, scoring.scale)  # type: ignore[no-untyped-call]
-        return output.transpose(1, 2)
+        output: Tensor = (
+            _TreeAttention.apply(query, key, value, self, scoring.scale)  # type: ignore[no-untyped-call]
+            if self.grid is None
+            else self.grid.attend(query, key, value, scoring.scale)
+        )
+        return output.transpose(1, 2).contiguous()  # as some models view it in another shape
 
 
 def tree_layout(tree: PrefixTree) -> TreeLayout:

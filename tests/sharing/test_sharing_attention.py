@@ -52,6 +52,7 @@ def results(scoring: Scoring, dtype: torch.dtype, *, way: str = "grid") -> list[
             assert layout.grid is not None
             layout = layout if way == "grid" else replace(layout, grid=None)
             some = attend_by_paths(*parts, layout, scoring) if way == "paths" else layout.attend(*parts, scoring)
+            assert some.is_contiguous(), "models such as AFMoE view it in another shape"
             output = some.index_select(1, tree.source)
         else:
             output = layout.attend(*(part.index_select(2, tree.source) for part in parts), scoring)
