@@ -1,5 +1,6 @@
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,18 @@ def test_every_rank_gets_the_same_model_but_one_without_weights(folder: str) -> 
     for name, parameter in source.named_parameters():
         assert_close(dict(real.hf.named_parameters())[name].detach(), parameter.detach(), atol=0, rtol=0)
         assert parameter.dtype == torch.float32
+
+
+def test_every_rank_trains_the_same_parameters(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8, "num_experts": 4, "head_dim": 4}
+    sizes |= {"num_attention_heads": 4, "num_hidden_layers": 2, "num_dense_layers": 1, "vocab_size": 64}
+    model = transformers.AfmoeForCausalLM(transformers.AfmoeConfig(**sizes))
+    assert not all(parameter.requires_grad for parameter in model.parameters()), "the class freezes its experts' biases"
+    model.save_pretrained(tmp_path)
+    for load in (load_policy, partial(load_critic, init_std=0.0, seed=0)):
+        real, empty = (load(str(tmp_path), materialize=materialize) for materialize in (True, False))
+        flags = [[(name, p.requires_grad) for name, p in one.named_parameters()] for one in (real, empty)]
+        assert flags[0] == flags[1]
 
 
 def test_a_saved_model_keeps_whether_it_generates_with_a_cache(folder: str, tmp_path: Path) -> None:
