@@ -181,11 +181,11 @@ class Sharding:
         return starts
 
     def join(self, shards: Tensor, whole: torch.Size) -> Tensor:
-        """Returns the whole tensor from the padded shards of all ranks, [num_shards x num_parts, elements]."""
+        """Returns the whole tensor, contiguous, from all ranks' padded shards, [num_shards x num_parts, elements]."""
         shape, rows = self.shape_of_part(whole), self.num_rows(whole)
         grid = shards.reshape(self.num_shards, self.num_parts, rows, *shape[1:]).movedim(1, 0)
         parts = grid.reshape(self.num_parts, self.num_shards * rows, *shape[1:])[:, : shape[0]]
-        return parts[0] if self.num_parts == 1 else torch.cat(parts.unbind(0), dim=self.part_dim)
+        return parts[0].contiguous() if self.num_parts == 1 else torch.cat(parts.unbind(0), dim=self.part_dim)
 
 
 def sharding_of(tensor: DTensor) -> Sharding | None:

@@ -55,6 +55,16 @@ def test_join_restores_what_cut_took(shape: tuple[int, ...], num_shards: int, pa
     assert torch.equal(ranks[0].join(shards, whole.shape), whole)
 
 
+@pytest.mark.parametrize("whole", [torch.arange(3.0), torch.arange(12.0).view(3, 4), torch.ones(1)])
+def test_the_result_of_a_join_is_contiguous_even_with_one_row_a_rank(whole: torch.Tensor) -> None:
+    rows = torch.zeros(3, 20)  # transformers saves no view into such a bucket
+    shards = rows[:, 8 : 8 + whole[0].numel()]
+    shards[: len(whole)] = whole.reshape(len(whole), -1)
+    joined = Sharding(num_shards=3, shard=0).join(shards, whole.shape)
+    assert torch.equal(joined, whole)
+    joined.view(-1)
+
+
 @pytest.fixture
 def rank(request: pytest.FixtureRequest) -> Iterator[int]:
     """Of 4 in a world that only looks like one."""
