@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import takewhile
 from typing import Any
 
 from lightrl.config.adapters import POLICY
@@ -20,6 +22,7 @@ from lightrl.seeding import mix_seed
 
 _SHARED_STREAM = 6  # separates the draws that siblings share from those of each sibling
 _TURN_STREAM = 5  # separates the draws of later turns from those of the first
+_RESULT_MARK = "lightrl-marks-a-result"
 _MARK = "lightrl-marks-an-answer"  # stands for the policy's turn when the template's text after it is looked up
 
 
@@ -241,6 +244,24 @@ def text_behind_answer(tokenizer: Any, messages: Sequence[Mapping[str, str]]) ->
 
     Raises whatever the template raises.
     """
+    are_answers = messages[0]["role"] == "tool" and _needs_calls(tokenizer, tokenizer.chat_template)
+    return (_text_behind_calls if are_answers else _text_behind_text)(tokenizer, messages)
+
+
+@lru_cache(maxsize=8)
+def _needs_calls(tokenizer: Any, template: str) -> bool:
+    """Returns whether a template renders what a tool answers only behind the call, as those of Gemma 4 and gpt-oss."""
+    answer = {"role": "tool", "tool_call_id": "000000000", "name": "tool", "content": _RESULT_MARK}
+    for text_behind in (_text_behind_text, _text_behind_calls):
+        try:
+            if _RESULT_MARK in text_behind(tokenizer, [answer]):
+                return text_behind is _text_behind_calls
+        except Exception:  # a template may raise anything
+            continue
+    return False
+
+
+def _text_behind_text(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
     marked = [{"role": "user", "content": ""}, {"role": "assistant", "content": _MARK}, *map(dict, messages)]
     rendered = render(tokenizer, marked, add_generation_prompt=True)
     _, mark, behind = rendered.partition(_MARK)
@@ -250,3 +271,25 @@ def text_behind_answer(tokenizer: Any, messages: Sequence[Mapping[str, str]]) ->
             "cannot go on. Use a template that keeps it."
         )
     return behind
+
+
+def _text_behind_calls(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
+    """Returns the last token of a turn that calls tools, and what the template adds for their answers."""
+    calls = [
+        {
+            "id": answer.get("tool_call_id", f"{number:09}"),
+            "type": "function",
+            "function": {"name": answer.get("name", "tool"), "arguments": {}},
+        }
+        for number, answer in enumerate(takewhile(lambda message: message["role"] == "tool", messages))
+    ]
+    asked: list[dict[str, Any]] = [
+        {"role": "user", "content": ""},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+    ]
+    before = render(tokenizer, asked, add_generation_prompt=False)
+    rendered = render(tokenizer, [*asked, *map(dict, messages)], add_generation_prompt=True)
+    if not rendered.startswith(before):
+        raise ValueError("it writes the call of a tool in another way when an answer follows")
+    last = tokenizer(before, add_special_tokens=False)["input_ids"][-1:]
+    return str(tokenizer.decode(last, skip_special_tokens=False)) + rendered[len(before) :]

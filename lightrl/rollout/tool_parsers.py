@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from lightrl.rollout.episode import Turn
@@ -15,6 +16,11 @@ _DEEPSEEK = ("<\uff5ctool\u2581call\u2581begin\uff5c>", "<\uff5ctool\u2581call\u
 _KIMI_SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 _DEEPSEEK_SECTION = ("<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>")
 _LLAMA = ("<function=", "</function>")
+_GEMMA, _GEMMA_THOUGHT, _GEMMA_QUOTE = ("<|tool_call>", "<tool_call|>"), ("<|channel>", "<channel|>"), '<|"|>'
+_GEMMA_NAME, _GEMMA_KEY = re.compile(r"\s*(?:call:)?([\w./-]+)"), re.compile(r"(?<![\w.-])([^\W\d][\w.-]*)(?=\s*:)")
+_GEMMA_LITERAL = re.compile(r"\b(?:True|False|None)\b")
+_HARMONY_END, _HARMONY_BEGIN, _HARMONY_TEXT = "<|call|>", "<|start|>", "<|message|>"
+_HARMONY_NAME = re.compile(r"to=functions\.([\w./-]+)")
 _MISTRAL_BEGIN = "[TOOL_CALLS]"  # has no end
 _THOUGHT, _MISTRAL_THOUGHT = ("<think>", "</think>"), ("[THINK]", "[/THINK]")
 _TAGS = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
@@ -61,13 +67,15 @@ def hermes_calls(text: str) -> list[Found]:
     return _marked(text, _HERMES, _from_tags_or_json)
 
 
-def _marked(text: str, marks: tuple[str, str], read: Callable[[str], ToolCall]) -> list[Found]:
+def _marked(
+    text: str, marks: tuple[str, str], read: Callable[[str], ToolCall], thought: tuple[str, str] = _THOUGHT
+) -> list[Found]:
     """Returns the calls between two marks outside the turn's thoughts.
 
     Behind the last end nothing is searched: a turn that only repeats the beginning would take seconds.
     """
     pattern, last = re.compile("{}(.*?){}".format(*map(re.escape, marks)), re.DOTALL), marks[1]
-    begin, end = _thoughts(text, marks)
+    begin, end = _thoughts(text, marks, thought)
     found = []
     for low, high in ((0, begin), (end, len(text))):
         stop = text.rfind(last, low, high) + len(last)
@@ -76,21 +84,21 @@ def _marked(text: str, marks: tuple[str, str], read: Callable[[str], ToolCall]) 
     return found
 
 
-def _thoughts(text: str, marks: tuple[str, str]) -> tuple[int, int]:
+def _thoughts(text: str, marks: tuple[str, str], thought: tuple[str, str]) -> tuple[int, int]:
     """Returns where the turn's thoughts begin and end: calls in them are drafts, and may lack their end.
 
     Without <think> they begin with the turn, as where the chat template has written it. An argument may contain
     </think> too: then a call has begun before it, and ends behind it before another begins.
     """
     begin_mark, end_mark = marks
-    end = text.find(_THOUGHT[1]) + len(_THOUGHT[1])
-    if end < len(_THOUGHT[1]):
+    end = text.find(thought[1]) + len(thought[1])
+    if end < len(thought[1]):
         return 0, 0
     has_begun = text.rfind(begin_mark, 0, end) > text.rfind(end_mark, 0, end)
     closed = text.find(end_mark, end)
     if has_begun and closed >= 0 and text.find(begin_mark, end, closed) < 0:
         return 0, 0
-    return max(text.find(_THOUGHT[0], 0, end), 0), end
+    return max(text.find(thought[0], 0, end), 0), end
 
 
 def _without_drafts(text: str, found: list[Found], marks: tuple[str, str] = _THOUGHT) -> list[Found]:
@@ -163,6 +171,23 @@ def mistral_calls(text: str) -> list[Found]:
     return _without_drafts(whole, [item for item in found if item.calls], thought)
 
 
+def gemma_calls(text: str) -> list[Found]:
+    """Finds calls like `<|tool_call>call:add{a:1,b:<|"|>two<|"|>}<tool_call|>`, the notation of Gemma 4."""
+    return _marked(text, _GEMMA, _from_gemma, _GEMMA_THOUGHT)
+
+
+def harmony_calls(text: str) -> list[Found]:
+    """Finds calls like `<|channel|>commentary to=functions.add<|message|>{"a": 1}<|call|>`, the notation of gpt-oss."""
+    found, begin = [], 0
+    while (end := text.find(_HARMONY_END, begin)) >= 0:
+        start = max(text.rfind(_HARMONY_BEGIN, begin, end), begin)
+        head, mark, arguments = text[start:end].partition(_HARMONY_TEXT)
+        name, begin = _HARMONY_NAME.search(head), end + len(_HARMONY_END)
+        if mark and name:  # else it goes to a tool of OpenAI's own
+            found.append(Found(start, begin, [_from_named(name[1], arguments, text[start:end])]))
+    return found
+
+
 def python_calls(text: str) -> list[Found]:
     """Finds ```python blocks, each of which is a call of the tool `python` with that code."""
     blocks = [Found(*match.span(), [ToolCall("python", {"code": match[1]})]) for match in _PYTHON.finditer(text)]
@@ -206,6 +231,8 @@ PARSERS: dict[str, Parser] = {
     "deepseek": Parser(deepseek_calls, has_special_tokens=True, section=_DEEPSEEK_SECTION),
     "kimi": Parser(kimi_calls, has_special_tokens=True, section=_KIMI_SECTION),
     "glm": Parser(glm_calls, has_special_tokens=True),
+    "gemma": Parser(gemma_calls, has_special_tokens=True, section=("<|tool_response>",)),  # at which such a turn stops
+    "harmony": Parser(harmony_calls, has_special_tokens=True),
 }
 
 
@@ -287,6 +314,21 @@ def _from_kimi(written: str) -> ToolCall:
     if not mark or found is None:
         return bad_call(written, ValueError(f"a call is functions.NAME:NUMBER{_KIMI_ARGUMENTS} and a JSON object"))
     return _from_named(found[1], arguments, written)._replace(id=found[0])
+
+
+def _from_gemma(written: str) -> ToolCall:
+    """Reads `call:NAME{...}`, whose keys have no quotes and whose texts have quotes of their own."""
+    name, pieces = _GEMMA_NAME.match(written), written.split(_GEMMA_QUOTE)
+    if name is None or len(pieces) % 2 == 0:
+        return bad_call(written, ValueError(f"a call is call:NAME{{...}} with texts in pairs of {_GEMMA_QUOTE}"))
+    pieces[0] = pieces[0][name.end() :]
+    plain = [_GEMMA_LITERAL.sub(_as_literal, _GEMMA_KEY.sub(r'"\1"', piece)) for piece in pieces[::2]]
+    texts = [json.dumps(piece) for piece in pieces[1::2]]
+    return _from_named(name[1], "".join(map("".join, zip_longest(plain, texts, fillvalue=""))), written)
+
+
+def _as_literal(match: re.Match[str]) -> str:
+    return json.dumps(_LITERALS[match[0]])
 
 
 def _from_deepseek(written: str) -> ToolCall:

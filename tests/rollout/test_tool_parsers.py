@@ -85,6 +85,12 @@ def test_a_text_of_mistral_may_hold_the_mark_of_calls() -> None:
         ("llama", "a<function=now></function>b", "ab"),
         ("python", "a\n```python\n1```b", "a\nb"),
         ("mistral", f"a[TOOL_CALLS][{WRITTEN}]b[TOOL_CALLS]now{{}}</s>", "ab</s>"),
+        ("gemma", "a<|tool_call>call:now{}<tool_call|><|tool_response>", "a"),
+        (
+            "harmony",
+            "<|message|>a<|end|><|start|>assistant to=functions.now<|message|>{}<|call|>",
+            "<|message|>a<|end|>",
+        ),
         (
             "mistral",
             f"{'x ' * 3_000}[TOOL_CALLS][{WRITTEN}]{'y ' * 3_000}[TOOL_CALLS]now{{}}",
@@ -251,6 +257,30 @@ def deepseek(inside: str) -> str:
             [ToolCall("add", ADD), NOW],
         ),
         ("llama", '{"type": "function", "name": "add", "parameters": {"a": 1, "b": [2]}}', [ToolCall("add", ADD)]),
+        (
+            "gemma",
+            "So<|tool_call>call:add{a:1,b:[2]}<tool_call|><|tool_call>call:now{}<tool_call|><|tool_response>",
+            [ToolCall("add", ADD), NOW],
+        ),
+        (
+            "gemma",
+            '<|tool_call>call:say{text:<|"|>a: {b:"c"}, True<|"|>,'
+            'to:{all:true,but:None, n_1:[-1.5,<|"|>x<|"|>]}}<tool_call|>',
+            [ToolCall("say", {"text": 'a: {b:"c"}, True', "to": {"all": True, "but": None, "n_1": [-1.5, "x"]}})],
+        ),
+        (
+            "gemma",
+            "<|channel>thought\n<|tool_call>call:now{}<tool_call|>?<channel|><|tool_call>call:add{a:1,b:[2]}<tool_call|>",
+            [ToolCall("add", ADD)],
+        ),
+        (
+            "harmony",
+            "<|channel|>analysis<|message|>to=functions.now<|end|><|start|>assistant"
+            '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1, "b": [2]}<|call|>',
+            [ToolCall("add", ADD)],
+        ),
+        ("harmony", " to=functions.now<|channel|>commentary json<|message|>{}<|call|>", [NOW]),
+        ("harmony", "<|channel|>analysis to=python<|message|>1+1<|call|>", []),
         ("json", f'{{"type": "function", "function": {WRITTEN}}}', [ToolCall("add", ADD)]),
         ("json", '{"type": "function", "function": {"name": "add", "parameters": {}}}', []),  # describes a tool
     ],
@@ -277,6 +307,11 @@ def test_notations_of_other_models(parser: str, text: str, calls: list[ToolCall]
         ("mistral", "[TOOL_CALLS][1]", "a call is an object with a name and arguments"),
         ("mistral", "[TOOL_CALLS]add[ARGS][1]", "the arguments are an object"),
         ("llama", "<function=add>a=1</function>", "JSONDecodeError"),
+        ("gemma", '<|tool_call>call:add{a:<|"|>1}<tool_call|>', "a call is call:NAME{...}"),
+        ("gemma", "<|tool_call>{a:1}<tool_call|>", "a call is call:NAME{...}"),
+        ("gemma", "<|tool_call>call:add{a:one}<tool_call|>", "JSONDecodeError"),
+        ("gemma", "<|tool_call>call:add[1]<tool_call|>", "the arguments are an object"),
+        ("harmony", '<|channel|>commentary to=functions.add<|message|>{"a": <|call|>', "JSONDecodeError"),
     ],
 )
 def test_a_bad_call_of_another_notation_says_why(parser: str, text: str, problem: str) -> None:
@@ -294,6 +329,8 @@ def test_a_call_without_its_end_is_a_text(parser: str) -> None:
         "<tool_call>add",
         KIMI.format("functions.add:0", "{}").removesuffix("<|tool_call_end|>"),
         deepseek("<|tool_call_begin|>add<|tool_sep|>{}"),
+        "<|tool_call>call:add{}",
+        "<|channel|>commentary to=functions.add<|message|>{}<|end|>",
     ):
         assert PARSERS[parser].calls_in(text) == []
 
@@ -307,6 +344,8 @@ def test_a_call_without_its_end_is_a_text(parser: str) -> None:
         ("kimi", "<|tool_call_begin|>{}<|tool_call_end|>"),
         ("deepseek", deepseek("<|tool_call_begin|>") + "{}" + deepseek("<|tool_call_end|>")),
         ("mistral", "[TOOL_CALLS]a{}"),
+        ("gemma", "<|tool_call>call:a{}<tool_call|>"),
+        ("harmony", "<|start|>assistant to=functions.a<|message|>{}<|call|>"),
     ],
 )
 def test_a_turn_that_repeats_an_opener_is_read_at_once(parser: str, around: str) -> None:
@@ -317,6 +356,8 @@ def test_a_turn_that_repeats_an_opener_is_read_at_once(parser: str, around: str)
         "<arg_key>a</arg_key><arg_value>",
         KIMI[:19],
         deepseek(KIMI[:19]),
+        "<|tool_call>call:a{a",
+        "<|start|>to=functions.a",
     ):
         for text in (opener * 100_000, around.replace("{}", opener * 100_000)):
             began = time.process_time()

@@ -44,6 +44,16 @@ GEMMA = (
 )
 
 
+BEHIND_CALLS = (  # as those of gpt-oss and Gemma 4: an answer stands only behind the call that it answers
+    "{% set calls = namespace(names={}) %}{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if m.tool_call_id not in calls.names %}{{ raise_exception('a tool message without a call!') }}{% endif %}"
+    "<{{ calls.names[m.tool_call_id] }}>{{ m.content }}|{% elif m.tool_calls %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls %}{% set _ = calls.names.update({c.id: c.function.name}) %}"
+    "CALL {{ c.function.name }}{{ c.function.arguments }};{% endfor %}<eos>{% else %}<{{ m.role }}>{{ m.content }}<eos>"
+    "{% endif %}{% endfor %}{% if add_generation_prompt and messages[-1].role != 'tool' %}<assistant>{% endif %}"
+)
+
+
 class RaisingTokenizer(ChatTokenizer):
     """Gives its template the function by which those of models refuse a conversation."""
 
@@ -52,6 +62,9 @@ class RaisingTokenizer(ChatTokenizer):
             raise TemplateError(message)
 
         return super().apply_chat_template(messages, raise_exception=refuse, **settings)
+
+    def __call__(self, text: str, add_special_tokens: bool) -> dict[str, list[int]]:
+        return super().__call__(text.replace("<eos>", chr(1)), add_special_tokens)
 
 
 def times(a: int, b: int) -> int:
@@ -182,6 +195,16 @@ def test_an_answer_has_the_id_and_the_name_that_templates_demand() -> None:
     assert f'[TOOL_RESULTS]{{"content": 42, "call_id": "{ids[2]}"}}[/TOOL_RESULTS]42<eos>' in text
     text, _ = play(twice, "4", template=HERMES)
     assert "<tool>times: 4<eos><tool>tool: error: there is no tool 'divide'" in text  # no name that the policy made up
+
+
+def test_a_template_that_renders_answers_only_behind_their_calls_gets_calls() -> None:
+    workflow = ToolWorkflow(tools=HERE + "times")
+    workflow.check(RaisingTokenizer(BEHIND_CALLS))
+    first = call("times", '{"a": 6, "b": 7}')
+    text, _ = play(first, "42", template=BEHIND_CALLS)
+    assert text == f"<user>6 x 7?<eos><assistant>{first}<eos><times>42|42<eos>"
+    text, _ = play(first + call("slow", '{"text": "b"}'), "42", template=BEHIND_CALLS)
+    assert text.endswith("<eos><times>42|<slow>b|42<eos>")
 
 
 def test_a_template_that_refuses_the_answers_of_tools_is_refused_before_the_run() -> None:
