@@ -58,5 +58,6 @@ def left_out(options: Mapping[str, Any], *, has_other_model: bool) -> list[str]:
         name for name, value in options.items() if (name in OF_STEPS and value) or (name in trained and name not in own)
     ]
     dropped = (*_BESIDE, "lora.") if has_other_model and options.get("lora.path") else _BESIDE
-    beside = [name for name in options if name.startswith(dropped) and name not in {*_READ, *of_training}]
+    read = {*_READ, "rollout.max_groups"} if options.get("rollout.workflow") else _READ
+    beside = [name for name in options if name.startswith(dropped) and name not in {*read, *of_training}]
     return [*of_training, *beside] if of_training else []

@@ -46,7 +46,8 @@ class ScheduleConfig:
     agree_every: int = option(16, at_least=1)
     """Number of engine steps after which the ranks tell each other which groups are finished."""
     max_groups: int = option(0, at_least=0)
-    """Maximum number of groups that run at once, over all ranks. 0: no limit."""
+    """Maximum number of groups that run at once, over all ranks, for example because a service of their environments
+    allows no more. With a schedule or a workflow. 0: no limit."""
     filter: str = ""
     """Function of a scored group that returns whether it may be trained, as package.module:function, or
     unequal_rewards. A group that it rejects is replaced by another. Empty: all may be trained."""
@@ -70,7 +71,7 @@ class ScheduleConfig:
                 f"num_prompts of them. Give --rollout.max_staleness {max(1, -int(-self.over_issue // 1))} or more."
             )
         defaults = ScheduleConfig()
-        names = ("partial", "max_token_staleness", "tail_batch", "tail_after", "agree_every", "max_groups")
+        names = ("partial", "max_token_staleness", "tail_batch", "tail_after", "agree_every")
         given = [name for name in names if getattr(self, name) != getattr(defaults, name)]
         if given and not self.is_scheduled:
             raise ValueError(
@@ -166,6 +167,11 @@ class WorkflowConfig(RecordConfig, ScheduleConfig):
         given = [name for name in names if getattr(self, name) != getattr(WorkflowConfig(), name)]
         if given and not self.workflow:
             raise ValueError(f"--rollout.{given[0]} does nothing without --rollout.workflow.")
+        if self.max_groups and not (self.workflow or self.is_scheduled):
+            raise ValueError(
+                "--rollout.max_groups does nothing without --rollout.workflow in a run in which every step waits for "
+                "all its samples: the engine limits how many it works on. Leave it out."
+            )
 
     def check_reward(self, rewards: Sequence[str]) -> None:
         """Raises ValueError if --reward was left out with a workflow whose episodes bring rewards."""

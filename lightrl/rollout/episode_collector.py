@@ -8,6 +8,7 @@ import math
 import time
 import traceback
 from collections.abc import Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -63,6 +64,7 @@ def collector_of_episodes(
         seed=config.seed,
         limits=limits,
         timeout_s=config.rollout.episode_timeout_s,
+        max_groups=config.rollout.max_groups,
         **sampling_of(config),
     )
 
@@ -124,9 +126,12 @@ class EpisodeCollector(EpisodeScorer, Collector):
         seed: int,
         limits: EpisodeLimits,
         timeout_s: float = 0.0,
+        max_groups: int = 0,
         **sampling: SamplingParams,
     ) -> None:
+        """max_groups: how many prompts' episodes run at once over all ranks, but one for each engine; 0: all."""
         super().__init__(strategy, rewards, seed=seed, max_new_tokens=limits.max_new_tokens, **sampling)
+        self._max_groups = max_groups
         self._workflow = workflow
         self._limits = limits
         self._timeout_s = timeout_s
@@ -142,11 +147,23 @@ class EpisodeCollector(EpisodeScorer, Collector):
         serving = self._strategy.serving
         under_way, self._siblings = self._siblings, {}  # an evaluation shares nothing with training
         with serving.session() as engine, self._comm.phase("episodes", local=True):
-            driver = EpisodeDriver(engine, serving.group)
-            made = driver.run(jobs, lambda job: self.play(driver, job))
+            driver, gate = EpisodeDriver(engine, serving.group), self._gate(n)
+
+            async def play(job: EpisodeJob) -> Episode | EpisodeFailure | None:
+                async with gate:  # in the order of the jobs, so that siblings who wait for each other all come in
+                    return await self.play(driver, job)
+
+            made = driver.run(jobs, play)
         self._siblings = under_way
         self._require_some(made)
         return [self.as_sample(job, item) for job, item in zip(jobs, made, strict=True)]
+
+    def _gate(self, group_size: int) -> AbstractAsyncContextManager[object]:
+        """Returns what lets only so many episodes of this rank's engine run at once."""
+        if not self._max_groups:
+            return nullcontext()
+        share = self._max_groups * self._strategy.serving.group.size // self._comm.world
+        return asyncio.Semaphore(max(1, share) * group_size)
 
     def workflow_of(self, job: EpisodeJob) -> Workflow:
         """Returns the workflow that makes the sample of a job, which is that of the run."""

@@ -253,5 +253,6 @@ def scheduled_collector(
         seed=config.seed,
         limits=limits,
         timeout_s=config.rollout.episode_timeout_s,
+        max_groups=config.rollout.max_groups,  # of an evaluation; those of training are the scheduler's
         **sampling_of(config),
     )

@@ -45,17 +45,19 @@ def test_what_changes_the_steps_of_a_training_is_refused(capsys: pytest.CaptureF
 def test_of_the_file_of_a_training_only_what_evaluates_is_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rollout = WorkflowConfig(max_staleness=1, workflow="tools", max_turns=3)
+    rollout = WorkflowConfig(max_staleness=1, workflow="tools", max_turns=3, max_groups=2)
     options = {"model": "start", "output_dir": "runs/a", "num_prompts": 4, "num_minibatches": 2, "max_new_tokens": 64}
     for config in (
         GRPOConfig(**options, rollout=rollout),
         PPOConfig(**options, reward=("math",), top_p=0.9),
+        GRPOConfig(**options, rollout=WorkflowConfig(max_staleness=1, max_groups=2)),  # of the schedule
     ):
         path = tmp_path / "config.yaml"
         path.write_text(to_yaml(config))
         read = parse_config(EvaluateConfig, ["--config", str(path), "--model", "runs/a/final", "--eval.n", "4"])
         assert (read.model, read.max_new_tokens, read.reward, read.eval.n) == ("runs/a/final", 64, config.reward, 4)
         assert (read.rollout.workflow, read.rollout.max_turns) == (config.rollout.workflow, config.rollout.max_turns)
+        assert read.rollout.max_groups == (2 if read.rollout.workflow else 0)
         assert (read.output_dir, read.rollout.max_staleness, read.top_p) == ("", 0, 1.0)
         said = capsys.readouterr().err
         assert f"note: --config {path} is of a training; the evaluation leaves out its " in said

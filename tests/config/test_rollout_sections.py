@@ -62,6 +62,13 @@ def test_options_of_a_record_that_contradict_are_told() -> None:
         GRPOConfig(rollout=WorkflowConfig(record="a", max_turns=3))
 
 
+def test_a_limit_of_groups_needs_something_that_it_limits() -> None:
+    with pytest.raises(ValueError, match="--rollout.max_groups does nothing without --rollout.workflow in a run"):
+        GRPOConfig(rollout=WorkflowConfig(max_groups=3))
+    GRPOConfig(rollout=WorkflowConfig(max_groups=3, workflow="tools"))
+    GRPOConfig(rollout=WorkflowConfig(max_groups=3, over_issue=0.5, max_staleness=1))
+
+
 def test_an_environment_is_not_trained_by_the_default_reward_unasked() -> None:
     workflow = WorkflowConfig(workflow="environment", workflow_args=("environment=a:B",))
     with pytest.raises(ValueError, match="which --reward exact_match .* would not use. Give --reward episode"):

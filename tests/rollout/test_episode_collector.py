@@ -20,6 +20,7 @@ from lightrl.records import Prompt, Sample, Status
 from lightrl.rewards import has_reward
 from lightrl.rewards.episode_reward import episode_reward
 from lightrl.rewards.reward_set import RewardSet
+from lightrl.rewards.scoring import group_reward
 from lightrl.rollout.collector import Collector
 from lightrl.rollout.episode import Episode, Turn
 from lightrl.rollout.episode_collector import EpisodeCollector, EpisodeFailure, EpisodeJob, _as_episode
@@ -133,6 +134,34 @@ def test_a_sample_that_failed_has_no_length_in_an_evaluation(
     found = collector.evaluate([prompts[0][1]], temperature=1.0, n=5)
     assert found["eval/episode/failed_share"] == pytest.approx(0.4)
     assert found["eval/response_tokens"] == LIMITS.max_new_tokens
+
+
+class Crowded(OneTurn):
+    """Counts the episodes that run at once, and waits for its siblings in each, as a group reward does."""
+
+    running = most = 0
+
+    async def arun_episode(self, engine: Any, data: Prompt) -> Episode:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        made = await super().arun_episode(engine, data)
+        made.reward = await engine.reward(made)
+        self.running -= 1
+        return made
+
+
+@pytest.mark.parametrize(("max_groups", "most"), [(0, 15), (1, 3), (2, 6), (9, 15)])
+def test_only_so_many_groups_of_episodes_run_at_once(
+    strategy: StrategyBase, prompts: list[tuple[int, Prompt]], max_groups: int, most: int
+) -> None:
+    workflow = Crowded()
+    rewards = RewardSet.of(group_reward(lambda samples: [float(index) for index, _ in enumerate(samples)]))
+    collector = EpisodeCollector(strategy, rewards, workflow, seed=3, limits=LIMITS, max_groups=max_groups)
+    samples = collector.sample(prompts, step=2, group_size=3, temperature=1.0)
+    assert (len(prompts), workflow.most) == (5, most)
+    assert [sample.reward for sample in samples] == [0.0, 1.0, 2.0] * 5
+    whole = draw(strategy, prompts, workflow="episodes:OneTurn", workflow_args=())
+    assert [sample.response_ids for sample in samples] == [sample.response_ids for sample in whole]
 
 
 class Waiting(Workflow):
