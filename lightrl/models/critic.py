@@ -141,7 +141,7 @@ def load_critic(path: str, *, materialize: bool, init_std: float, seed: int, tru
     else:
         with explained(path, "config"), torch.device("meta"):
             body = AutoModel.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
-            body.requires_grad_()  # every parameter, as from_pretrained() leaves them
+            body.requires_grad_().initialize_weights()  # trains what from_pretrained() does
     _require_decoder(path, body)
     return Critic(body, load_value_head(path, body.config, materialize=materialize, init_std=init_std, seed=seed))
 

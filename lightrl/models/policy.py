@@ -427,7 +427,7 @@ def _empty_model(loader: Any, config: Any, path: str, trust_remote_code: bool) -
     """Builds the model on the meta device."""
     with torch.device("meta"):
         model = loader.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
-    model.requires_grad_()  # every parameter, since from_pretrained() on rank 0 forgets which ones a class freezes
+    model.requires_grad_().initialize_weights()  # trains what from_pretrained() does: not all that the class freezes
     model.tie_weights()
     try:  # its end tokens matter: without them this rank would not stop where the others do
         model.generation_config = GenerationConfig.from_pretrained(path)

@@ -38,11 +38,19 @@ def test_every_rank_gets_the_same_model_but_one_without_weights(folder: str) -> 
         assert parameter.dtype == torch.float32
 
 
-def test_every_rank_trains_the_same_parameters(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8, "num_experts": 4, "head_dim": 4}
-    sizes |= {"num_attention_heads": 4, "num_hidden_layers": 2, "num_dense_layers": 1, "vocab_size": 64}
-    model = transformers.AfmoeForCausalLM(transformers.AfmoeConfig(**sizes))
-    assert not all(parameter.requires_grad for parameter in model.parameters()), "the class freezes its experts' biases"
+SIZES = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 4, "num_attention_heads": 4, "vocab_size": 64}
+FROZEN = {  # parameters that the class freezes: from_pretrained() keeps those of the second alone as they are
+    "afmoe": transformers.AfmoeConfig(
+        **SIZES, num_hidden_layers=2, num_dense_layers=1, num_experts=4, moe_intermediate_size=8
+    ),
+    "hrm_text": transformers.HrmTextConfig(**SIZES, num_hidden_layers=2),
+}
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_every_rank_trains_the_same_parameters(name: str, tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(FROZEN[name])
+    assert not all(parameter.requires_grad for parameter in model.parameters())
     model.save_pretrained(tmp_path)
     for load in (load_policy, partial(load_critic, init_std=0.0, seed=0)):
         real, empty = (load(str(tmp_path), materialize=materialize) for materialize in (True, False))
