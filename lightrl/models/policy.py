@@ -43,6 +43,7 @@ disable_progress_bar()  # every rank would draw one; the run has its own
 
 _DEQUANTISED = ("fp8", "mxfp4")  # kinds of quantisation that transformers undoes as it loads, without kernels for them
 QUANTISED = "hf_quantizer"  # an attribute of transformers' models whose weights are still quantised after the load
+_LOADING: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True}
 _CLASSIFIER_HEAD = "score.weight"  # as transformers names it in a decoder that scores sequences
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _RATES = ("dropout", "pdrop", "drop_prob", "drop_rate", "drop_path_rate", "layerdrop")  # endings of names
@@ -318,11 +319,10 @@ def load_policy(path: str, *, materialize: bool, trust_remote_code: bool = False
     loader = _loader_of_quantised(config, path) if hasattr(config, "quantization_config") else model_loader(config)
     if materialize:
         with explained(path, "weights"):
-            model, found = loader.from_pretrained(
-                path, dtype=torch.float32, trust_remote_code=trust_remote_code, output_loading_info=True
-            )
-        if found["missing_keys"] or _CLASSIFIER_HEAD in found["unexpected_keys"] or hasattr(model, QUANTISED):
-            raise quantised_weights(path) if hasattr(model, QUANTISED) else _other_weights(path, found)
+            model, found = loader.from_pretrained(path, trust_remote_code=trust_remote_code, **_LOADING)
+        untied = model.get_expanded_tied_weights_keys().keys() - model.all_tied_weights_keys.keys()
+        if untied or found["missing_keys"] or _CLASSIFIER_HEAD in found["unexpected_keys"] or hasattr(model, QUANTISED):
+            raise quantised_weights(path) if hasattr(model, QUANTISED) else _other_weights(path, found, untied)
     else:
         with explained(path, "config"):
             model = _empty_model(loader, config, path, trust_remote_code)
@@ -366,13 +366,18 @@ def quantised_weights(path: str) -> ValueError:
     )
 
 
-def _other_weights(path: str, found: Mapping[str, Iterable[str]]) -> ValueError:
+def _other_weights(path: str, found: Mapping[str, Iterable[str]], untied: Iterable[str]) -> ValueError:
     if _CLASSIFIER_HEAD in found["unexpected_keys"]:
         return ValueError(
             f"--model {path} is a reward model or another classifier of sequences (it has {_CLASSIFIER_HEAD}), which "
             "generates no text. Choose a language model; a reward model is given by --reward_model."
         )
     names = sorted(found["missing_keys"])
+    if not names:
+        return ValueError(
+            f"--model {path}: its config.json says tie_word_embeddings, but its files hold {min(untied)} with values "
+            'of its own, which engines and other ranks would leave out. Write "tie_word_embeddings": false there.'
+        )
     return ValueError(
         f"--model {path}: its files lack {len(names)} of the weights that its config describes, such as {names[0]}; "
         "they would be random. Copy the files anew."

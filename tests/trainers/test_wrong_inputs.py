@@ -20,6 +20,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig
 
 from lightrl.builtin.model import builtin_tokenizer
@@ -358,6 +359,21 @@ def test_a_reward_model_generates_no_text(is_tied: bool, toy: Path, tmp_path: Pa
     load_reward_model(str(folder), builtin_tokenizer(), materialize=True, seed=0).hf.save_pretrained(folder)
     with refused(str(folder), "is a reward model or another classifier", "Choose a language model"):
         load_policy(str(folder), materialize=True)
+
+
+def test_an_output_layer_of_its_own_needs_a_config_that_says_so(toy: Path, tmp_path: Path) -> None:
+    """transformers does not tie what differs, but engines and ranks that read the config alone do."""
+    folder = tmp_path / "model"
+    shutil.copytree(toy / "model", folder)
+    weights = load_file(folder / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    save_file({**weights, "lm_head.weight": embedding.clone()}, folder / "model.safetensors", {"format": "pt"})
+    load_policy(str(folder), materialize=True)  # the same values twice, as many files of tied models have them
+    save_file({**weights, "lm_head.weight": 2 * embedding}, folder / "model.safetensors", {"format": "pt"})
+    with refused(str(folder), "says tie_word_embeddings, but its files hold lm_head.weight", "false"):
+        load_policy(str(folder), materialize=True)
+    config_with(tie_word_embeddings=False)(folder)
+    assert len(dict(load_policy(str(folder), materialize=True).named_parameters())) == len(weights) + 1
 
 
 @pytest.mark.parametrize("field", ["prompt", "response"])
