@@ -54,6 +54,11 @@ def check_splits(config: Any, *, tp_size: int, sp_size: int) -> None:
     num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
     if tp_size > 1:
         tensor_parallel_plan(text)
+        if any(getattr(text, "activation_sparsity_pattern", None) or ()):
+            raise ValueError(
+                f"--tp_size cannot cut a model of type {config.model_type!r}: its activation_sparsity_pattern keeps "
+                "the largest of all columns of an MLP, and a rank has a part of them. Use --tp_size 1 for this one."
+            )
         columns = text.intermediate_size  # Gemma 3n has a list, with an entry for each layer
         num_columns = math.gcd(*columns) if isinstance(columns, list | tuple) else columns
         _check_cuts(
@@ -89,12 +94,34 @@ def cut_projections(decoder: Any, mesh: DeviceMesh) -> None:
     plan = tensor_parallel_plan(decoder.config)
     if any(hasattr(module, "base_layer") for module in decoder.modules()):
         raise ValueError("--tp_size cannot cut a model with LoRA adapters. Use --tp_size 1, or train without LoRA.")
-    blocks = {name.rpartition(".")[0] for name, way in plan.items() if way == "colwise"}
+    check_parameters(decoder)
     styles: dict[str, ParallelStyle] = {name: _STYLES[way]() for name, way in plan.items()}
     frozen = [name for name, parameter in decoder.named_parameters() if not parameter.requires_grad]
-    parallelize_module(decoder, mesh, styles | {name: _SharedInput() for name in blocks}, src_data_rank=None)
+    parallelize_module(decoder, mesh, styles | {name: _SharedInput() for name in _blocks(plan)}, src_data_rank=None)
     for name in frozen:  # torch replaces them with new parameters that require gradients
         decoder.get_parameter(name).requires_grad_(False)
+
+
+def _blocks(plan: Mapping[str, str]) -> set[str]:
+    """Returns the patterns of modules whose input several cut projections share."""
+    return {name.rpartition(".")[0] for name, way in plan.items() if way == "colwise"}
+
+
+def check_parameters(decoder: Any) -> None:
+    """Raises ValueError for a parameter beside cut projections that the decoder's plan does not name.
+
+    It meets only this rank's heads or columns: its shape does not fit them, or its gradient lacks the other ranks'.
+    """
+    plan = tensor_parallel_plan(decoder.config)
+    blocks = _blocks(plan)
+    for name, _ in decoder.named_parameters():
+        atoms = ["*" if atom.isdigit() else atom for atom in name.split(".")]
+        owners = {".".join(atoms[:count]) for count in range(1, len(atoms))}
+        if owners & blocks and not owners & plan.keys():
+            raise ValueError(
+                f"--tp_size cannot cut a model of type {decoder.config.model_type!r}: transformers' plan does not say "
+                f"how to cut {name}, which belongs to a part that is cut. Use --tp_size 1 for this one."
+            )
 
 
 class _SharedInput(ParallelStyle):

@@ -3,12 +3,27 @@
 from pathlib import Path
 
 import pytest
-from transformers import Gemma3nTextConfig, LlamaConfig, Phi3Config, Qwen2_5_VLConfig, Qwen3Config, Qwen3MoeConfig
+import torch
+from transformers import (
+    ApertusConfig,
+    AriaTextConfig,
+    AutoModel,
+    Gemma3nTextConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    Phi3Config,
+    PhiConfig,
+    PreTrainedConfig,
+    Qwen2_5_VLConfig,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from lightrl.config import GRPOConfig
 from lightrl.strategy import create_strategy
 from lightrl.strategy.fsdp import FSDPStrategy
-from lightrl.strategy.layout.tensor_parallel import check_splits, tensor_parallel_plan
+from lightrl.strategy.layout.tensor_parallel import check_parameters, check_splits, tensor_parallel_plan
 from lightrl.testing import run_spmd
 
 PROGRAM = Path(__file__).parents[2] / "programs" / "split_program.py"
@@ -45,11 +60,56 @@ def test_what_cannot_be_split_is_told_with_what_can() -> None:
 
 
 def test_the_widths_of_all_layers_are_cut() -> None:
-    config = Gemma3nTextConfig(num_hidden_layers=2, num_key_value_heads=4, intermediate_size=[96, 64])
+    config = Gemma3nTextConfig(
+        num_hidden_layers=2, num_key_value_heads=4, intermediate_size=[96, 64], activation_sparsity_pattern=[0.0, 0.0]
+    )
     check_splits(config, tp_size=4, sp_size=1)
     config.intermediate_size = [96, 66]  # 6 divides both, 4 does not
     with pytest.raises(ValueError, match=r"--tp_size 4 does not divide .*6 MLP columns. Valid: \[1, 2\]"):
         check_splits(config, tp_size=4, sp_size=1)
+
+
+def test_columns_that_are_compared_with_all_others_are_refused() -> None:
+    config = Gemma3nTextConfig(
+        num_hidden_layers=2, num_key_value_heads=4, intermediate_size=96, activation_sparsity_pattern=[0.95, 0.0]
+    )
+    check_splits(config, tp_size=1, sp_size=2)
+    with pytest.raises(ValueError, match="'gemma3n_text': its activation_sparsity_pattern keeps the largest"):
+        check_splits(config, tp_size=2, sp_size=1)
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (ApertusConfig(num_hidden_layers=1), "layers.0.mlp.act_fn.alpha_p"),  # sees the columns of a rank
+        (PhiConfig(num_hidden_layers=1, qk_layernorm=True), "layers.0.self_attn.q_layernorm.weight"),  # its heads
+        (Qwen2MoeConfig(num_hidden_layers=1), "layers.0.mlp.gate.weight"),  # experts in place of what the plan cuts
+    ],
+    ids=["activation", "norm", "experts"],
+)
+def test_parameters_beside_cut_ones_need_a_plan(config: PreTrainedConfig, name: str) -> None:
+    with pytest.raises(ValueError, match=f"plan does not say how to cut {name}"):
+        check_parameters(decoder_of(config))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        AriaTextConfig(num_hidden_layers=1),  # experts outside of what is cut
+        Gemma3nTextConfig(num_hidden_layers=1, layer_types=["full_attention"], num_kv_shared_layers=0),
+        GPTNeoXConfig(num_hidden_layers=1),
+        PhiConfig(num_hidden_layers=1),
+        Qwen3Config(num_hidden_layers=1),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_parameters_with_a_plan_and_those_of_whole_parts_are_no_problem(config: PreTrainedConfig) -> None:
+    check_parameters(decoder_of(config))
+
+
+def decoder_of(config: PreTrainedConfig) -> torch.nn.Module:
+    with torch.device("meta"):
+        return AutoModel.from_config(config)
 
 
 def test_models_of_other_kinds_are_refused() -> None:
