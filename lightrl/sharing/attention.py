@@ -81,11 +81,9 @@ class TreeLayout(PackedLayout):
             return attend_by_paths(query, key, value, self, scoring)
         if torch.is_autocast_enabled("cpu"):
             query, key, value = (part.to(torch.get_autocast_dtype("cpu")) for part in (query, key, value))
-        output: Tensor = (
-            _TreeAttention.apply(query, key, value, self, scoring.scale)  # type: ignore[no-untyped-call]
-            if self.grid is None
-            else self.grid.attend(query, key, value, scoring.scale)
-        )
+        if self.grid is not None:
+            return self.grid.attend(query, key, value, scoring.scale).transpose(1, 2).contiguous()
+        output: Tensor = _TreeAttention.apply(query, key, value, self, scoring.scale)  # type: ignore[no-untyped-call]
         return output.transpose(1, 2).contiguous()  # as some models view it in another shape
 
 

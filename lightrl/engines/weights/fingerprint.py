@@ -96,8 +96,7 @@ class Sums:
         """Adds the next tensor's or shard's share of the sum. is_lent: its memory may be gone after the call."""
         tensor, span = tensor.detach(), span or Span()
         for part, start in _in_order(tensor, span) if span.width else ((tensor, span.start),):
-            # A last dimension of its own, because that of a tensor of one element can have any stride.
-            content = part.contiguous().reshape(-1).unsqueeze(-1).view(torch.int8).view(-1)
+            content = part.contiguous().reshape(-1).unsqueeze(-1).view(torch.int8).view(-1)  # of any stride
             size, first_byte = content.numel(), start * part.element_size()
             if size <= _SMALL:
                 self._stage(content.clone() if is_lent else content, first_byte)

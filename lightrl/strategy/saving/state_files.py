@@ -119,9 +119,8 @@ def _save_with_checksums(path: Path, pieces: Sequence[Piece], index: dict[str, d
 
 def block_checksums(tensor: Tensor, num_rows: int) -> list[int]:
     """Returns the CRC-32 of each block of rows; this takes little time compared with writing them."""
-    blocks = tensor.split(num_rows) if tensor.dim() else [tensor]
-    flat = (block.contiguous().reshape(-1).unsqueeze(-1) for block in blocks)
-    return [zlib.crc32(block.view(torch.uint8).numpy().data) for block in flat]
+    blocks = (block.contiguous().unsqueeze(-1) for block in (tensor.split(num_rows) if tensor.dim() else [tensor]))
+    return [zlib.crc32(block.view(torch.uint8).numpy().data) for block in blocks]
 
 
 def _index_entry(piece: Piece) -> dict[str, Any]:
