@@ -66,11 +66,17 @@ def _raise_unless_ours(error: BaseException, module_name: str, subject: str) -> 
     if missing and (module_name == missing or module_name.startswith(missing + ".")):
         raise ValueError(
             f"{subject}: there is no module {missing!r}. It must be installed or stand under the directory the run "
-            f"is started in ({os.getcwd()})."
+            f"is started in ({os.getcwd()}).{_path_to_import(module_name)}"
         ) from error
     if module_name.partition(".")[0] == "lightrl":
         raise error
     raise_code_fails(error, subject)
+
+
+def _path_to_import(module_name: str) -> str:
+    file = Path(module_name)
+    is_ours = file.suffix == ".py" and file.is_file() and not file.is_absolute()
+    return f" Name it as Python imports it: {'.'.join(file.with_suffix('').parts)}." if is_ours else ""
 
 
 def raise_code_fails(error: BaseException, subject: str) -> NoReturn:

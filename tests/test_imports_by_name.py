@@ -41,6 +41,26 @@ def test_errors_say_what_to_do(name: str, text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("file", "remedy"),
+    [
+        ("own_file.py", " Name it as Python imports it: own_file."),
+        ("sub/own_file.py", r".*: sub\.own_file\."),
+        ("gone.py", ""),
+    ],
+)
+def test_a_file_is_named_as_it_can_be_imported(
+    file: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "sub").mkdir()
+    for path in ("own_file.py", "sub/own_file.py"):
+        (tmp_path / path).write_text("X = 1")
+    with pytest.raises(ValueError, match=rf"there is no module .*started in \({tmp_path}\)\.{remedy}$"):
+        load(f"{file}:X")
+
+
+@pytest.mark.parametrize(
     ("code", "told"),
     [
         (
