@@ -167,7 +167,9 @@ def read_config(path: str, option: str, *, files: Sequence[str] = ("adapter_conf
 
     for name in files:
         if not (Path(path) / name).is_file():
-            raise FileNotFoundError(f"{option} is no adapter that peft saved: it has no {name}.")
+            has_one = (Path(path) / "adapter" / name).is_file()  # as final/ of a run has
+            remedy = f" Its folder adapter/ is one: {Path(path) / 'adapter'}." if has_one else ""
+            raise FileNotFoundError(f"{option} is no adapter that peft saved: it has no {name}.{remedy}")
     try:
         config = PeftConfig.from_pretrained(path)
     except Exception as error:  # peft turns the entries of the file into arguments, and lets any of them fail

@@ -329,7 +329,12 @@ def test_an_adapter_that_cannot_be_merged_is_refused(tmp_path: Path) -> None:
         ValueError, match=r"alora asks for alora_invocation_tokens, which is not applied here\. Save it"
     ):
         lora.add_adapters(made_of(CONFIGS["qwen3_tied"]), LoraConfig(path=str(tmp_path / "alora")), seed=0)
-    with pytest.raises(FileNotFoundError, match=r"no adapter_config.json"):
+    with pytest.raises(FileNotFoundError, match=r"no adapter_config\.json\.$"):
+        lora.add_adapters(made_of(CONFIGS["qwen3_tied"]), LoraConfig(path=str(tmp_path)), seed=0)
+    saved_by_peft(tmp_path / "adapter")  # as in final/ of a run
+    with pytest.raises(
+        FileNotFoundError, match=rf"no adapter_config\.json\. Its folder adapter/ is one: {tmp_path}/adapter"
+    ):
         lora.add_adapters(made_of(CONFIGS["qwen3_tied"]), LoraConfig(path=str(tmp_path)), seed=0)
 
 
