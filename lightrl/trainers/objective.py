@@ -313,8 +313,8 @@ def _report(policy: TokenLoss, entropy: Tensor, mask: Tensor, statistics: Statis
     """Adds the metrics of the policy loss before any term changes it; the KL stays 0 unless its term adds to it."""
     count = int(mask.sum())
     statistics.mean("clip_fraction", float(policy.is_clipped.sum()), count)
-    statistics.mean("ratio/mean", float(policy.ratio.sum()), count)
-    statistics.maximum("ratio/max", float(policy.ratio.max()) if policy.ratio.numel() else 0.0)
+    statistics.mean("ratio/mean", float(policy.ratio.detach().sum()), count)
+    statistics.maximum("ratio/max", float(policy.ratio.detach().max()) if policy.ratio.numel() else 0.0)
     statistics.mean("kl", 0.0, count)
     statistics.mean("entropy", float(torch.where(mask, entropy.detach(), 0.0).sum()), count)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from lightrl.algorithms.losses import PolicyTokens, TokenLoss
 from lightrl.comm import Comm
 from lightrl.config import AlgorithmConfig, DistillationConfig
 from lightrl.data.packing import dummy_batch
@@ -67,6 +68,21 @@ def test_the_metrics_of_a_loss_are_means_over_trained_tokens() -> None:
     found = statistics.reduce(SimpleNamespace(all_gather_object=lambda item: [item]))
     wanted = {"clip_fraction": 0.25, "ratio/mean": 1.275, "ratio/max": 2.0, "entropy": 0.5, "kl": 0.0}
     assert found == pytest.approx(wanted, abs=1e-6)
+
+
+def ratio_with_a_gradient(tokens: PolicyTokens) -> TokenLoss:
+    ratio = torch.where(tokens.mask, tokens.log_ratio.exp(), 0.0)
+    return TokenLoss(terms=-tokens.masked_advantages * ratio, ratio=ratio, is_clipped=torch.zeros_like(tokens.mask))
+
+
+def test_a_ratio_that_carries_a_gradient_is_measured_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+    logprobs, own = torch.tensor([-1.0, -2.0], requires_grad=True), f"{__name__}:ratio_with_a_gradient"
+    torch.set_warn_always(True)  # else torch warns only once in a process
+    try:
+        loss_of(batch_of([2.0, -1.0], [True, True]), logprobs, loss=own)
+    finally:
+        torch.set_warn_always(False)
+    assert [str(warning.message) for warning in recwarn] == []
 
 
 @pytest.mark.parametrize("kind", ["advantage", "loss"])
