@@ -164,9 +164,14 @@ def _from_environment(variable: str, default: str) -> Path:
     return Path(os.environ.get(variable) or default).expanduser()
 
 
+def nearest_folder(folder: Path) -> Path:
+    """Returns the folder, or the closest one above it that exists."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+
+
 def _writable(name: str, folder: Path, setting: str) -> Finding:
     try:
-        nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        nearest = nearest_folder(folder)
         with tempfile.TemporaryFile(dir=nearest) as file:
             file.write(b"\0" * 4096)
             file.flush()

@@ -1,21 +1,25 @@
-"""Checks that need all ranks together: connections, equal versions, a device for each rank, clocks."""
+"""Checks that need all ranks together: connections, equal versions, a device for each rank, clocks, a shared folder."""
 
 from __future__ import annotations
 
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightrl.comm import Comm
 from lightrl.doctor.findings import Finding, judged, ok
+from lightrl.doctor.machine import nearest_folder
 from lightrl.doctor.packages import versions
 
 _LARGE = 16 << 20  # bytes of the timed all-reduce
 _SKEW_S = 1.0  # a larger difference of clocks makes logs of several machines unreadable and can upset file systems
+_SEEN_S = 5.0  # a network file system may show a new file to other machines only after a while
 _SETTINGS = (
     "NCCL_",
     "GLOO_",
@@ -27,7 +31,7 @@ _SETTINGS = (
 )
 
 
-def check_ranks(comm: Comm) -> Iterator[Finding]:
+def check_ranks(comm: Comm, output_dir: str = "") -> Iterator[Finding]:
     """Yields the findings of all ranks together; every rank must iterate over it in step with the others."""
     facts = comm.all_gather_object(_facts(comm))
     yield _collective(comm, comm.device)
@@ -37,6 +41,7 @@ def check_ranks(comm: Comm) -> Iterator[Finding]:
     yield _equal("equal versions", [fact["versions"] for fact in facts], "Install the same versions on every machine.")
     yield _equal("equal settings", [fact["settings"] for fact in facts], "Set these variables alike on every machine.")
     yield _own_devices([(fact["host"], fact["gpu"]) for fact in facts])
+    yield _shared_folder(comm, nearest_folder(Path(output_dir or "runs")))
 
 
 def _facts(comm: Comm) -> dict[str, Any]:
@@ -103,3 +108,36 @@ def _own_devices(places: Sequence[tuple[str, str]]) -> Finding:
         fails=bool(shared),
         remedy="Start one rank a GPU: --nproc_per_node is the number of GPUs, and LOCAL_RANK chooses among them.",
     )
+
+
+def _shared_folder(comm: Comm, folder: Path) -> Finding:
+    """Looks on every rank for a file that rank 0 writes for this check."""
+    check, file = "shared output folder", _new_file(folder) if comm.is_main else ""
+    path = comm.all_gather_object(file)[0]
+    if not path:
+        return Finding(check, "warning", f"rank 0 cannot write in {folder}", "Give --output_dir of the run.")
+    blind = [rank for rank, sees in enumerate(comm.all_gather_object(_appears(Path(path)))) if not sees]
+    if comm.is_main:
+        Path(path).unlink()
+    return judged(
+        check,
+        f"what rank 0 writes in {Path(path).parent} is not seen by ranks {blind}" if blind else "seen by all ranks",
+        warns=bool(blind),
+        remedy="Checkpoints of several nodes need a shared file system: give --output_dir a folder of one.",
+    )
+
+
+def _new_file(folder: Path) -> str:
+    try:
+        handle, path = tempfile.mkstemp(prefix=".lightrl-doctor-", dir=folder)
+    except OSError:
+        return ""
+    os.close(handle)
+    return path
+
+
+def _appears(path: Path) -> bool:
+    end = time.monotonic() + _SEEN_S
+    while not path.exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    return path.exists()

@@ -68,7 +68,9 @@ def _collect(comm: Comm, config: DoctorConfig) -> list[tuple[str, list[Finding]]
     own = list(findings_of(checks)) if is_first_here else []
     found = comm.all_gather_object((socket.gethostname(), own))
     by_place = [(host, findings) for host, findings in found if findings]
-    return by_place if comm.world == 1 else [*by_place, (f"all {comm.world} ranks together", list(check_ranks(comm)))]
+    if comm.world == 1:
+        return by_place
+    return [*by_place, (f"all {comm.world} ranks together", list(check_ranks(comm, config.output_dir)))]
 
 
 def _as_table(by_place: Sequence[tuple[str, Sequence[Finding]]]) -> str:

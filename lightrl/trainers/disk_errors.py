@@ -49,6 +49,8 @@ def _as_os_error(error: BaseException) -> OSError | None:
 def describe_disk_error(error: OSError) -> str:
     """Returns a text that says which file could not be written, and why."""
     where = f" for {os.fsdecode(error.filename)}" if error.filename else ""
+    if error.errno == errno.ENOENT and "/.tmp-step-" in where:  # rank 0 made the folder of the checkpoint
+        where += " (do all nodes share this folder?)"
     what = "the disk takes no more" if error.errno in _OF_THE_DISK else "the run's folder takes no more"
     return f"{what} ({error.strerror}){where}: what was written before is kept"
 

@@ -257,3 +257,12 @@ def test_a_small_disk_fills_up_and_the_run_goes_on_when_there_is_room(offline_fl
     if said.startswith("no "):
         pytest.skip(said)
     assert said == "No space left on device; True"
+
+
+def test_a_checkpoint_folder_that_a_rank_does_not_see_asks_about_the_nodes() -> None:
+    question = "(do all nodes share this folder?)"
+    for name, is_asked in (("run/checkpoints/.tmp-step-000002/a", True), ("run/metrics.jsonl", False)):
+        error = FileNotFoundError(errno.ENOENT, "No such file or directory", name)
+        assert (f"for {name} {question}: what was" in describe_disk_error(error)) is is_asked
+    full = OSError(errno.ENOSPC, "No space left on device", "run/checkpoints/.tmp-step-000002/a")
+    assert question not in describe_disk_error(full)
