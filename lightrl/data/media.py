@@ -18,6 +18,7 @@ from lightrl.records import EncodedPrompt, Prompt
 _VIDEO_SUFFIXES = (".npy", ".gif", ".webp")
 _TRANSPOSED = (5, 6, 7, 8)  # EXIF orientations that swap height and width
 _ORIENTATION_TAG = 0x0112
+_TRANSPARENT = ("RGBA", "LA", "PA", "RGBa", "La")  # modes of Pillow
 _MOST_SHOWN = 500  # characters of a path that is no file
 _KEPT_BYTES = 512 << 20  # of encoded prompts
 
@@ -59,7 +60,20 @@ def read_image(path: str) -> Any:
 
     with _opened(path, "image") as image:
         _header_exif(image)  # which Pillow keeps, so that image_size() and what follows agree
-        return ImageOps.exif_transpose(image).convert("RGB")
+        return in_rgb(ImageOps.exif_transpose(image))
+
+
+def in_rgb(image: Any) -> Any:
+    """Returns a PIL image in RGB, on white where it is transparent, as servers of models show it.
+
+    What stands behind transparent pixels is mostly black, and would hide black letters.
+    """
+    if image.mode in _TRANSPARENT or "transparency" in image.info:
+        from PIL import Image  # noqa: PLC0415  (optional)
+
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
 
 
 def _header_exif(image: Any) -> Any:
@@ -80,7 +94,7 @@ def read_video(path: str) -> Any:
 
     _require_video_suffix(path)
     with _opened(path, "video") as video:
-        return np.stack([np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(video)])
+        return np.stack([np.asarray(in_rgb(frame)) for frame in ImageSequence.Iterator(video)])
 
 
 def read_media(prompt: Prompt) -> tuple[list[Any], list[Any]]:

@@ -34,6 +34,22 @@ def test_an_image_is_read_the_way_up_that_it_says(tmp_path: Path) -> None:
     assert (image_size(path), read_image(path).mode) == ((6, 4), "RGB")
 
 
+def test_transparent_pixels_are_white(tmp_path: Path) -> None:
+    letters = np.zeros((2, 3, 4), dtype=np.uint8)  # all black, and transparent but for one pixel
+    letters[0, 1, 3], letters[1, 2] = 255, (200, 0, 0, 51)
+    Image.fromarray(letters, "RGBA").save(tmp_path / "rgba.png")
+    shown = np.asarray(read_image(str(tmp_path / "rgba.png"))).tolist()
+    assert shown == [[[255] * 3, [0] * 3, [255] * 3], [[255] * 3, [255] * 3, [244, 204, 204]]]
+    for mode, transparent, opaque in (("P", 0, 1), ("L", 0, 9), ("RGB", (0, 0, 0), (9, 9, 9))):
+        image = Image.new(mode, (2, 1), transparent)
+        image.putpixel((1, 0), opaque)
+        image.save(tmp_path / f"{mode}.png", transparency=transparent)
+        image.save(tmp_path / "opaque.png")
+        marked, plain = (np.asarray(read_image(str(tmp_path / f"{name}.png"))) for name in (mode, "opaque"))
+        assert marked[0, 0].tolist() == [255] * 3, mode
+        assert marked[0, 1].tolist() == plain[0, 1].tolist(), mode
+
+
 def test_the_size_is_that_of_the_pixels_wherever_the_file_says_its_way_up(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by a quarter

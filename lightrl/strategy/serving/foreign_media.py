@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from lightrl.data.media import MediaError, read_image, read_video
+from lightrl.data.media import MediaError, in_rgb, read_image, read_video
 
 _FRAME_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp")
 
@@ -102,8 +102,8 @@ def as_image(given: Any) -> Any:
     if isinstance(given, np.ndarray | Tensor):
         from PIL import Image  # noqa: PLC0415  (optional)
 
-        return Image.fromarray(_pixels(given)).convert("RGB")
-    return given
+        return in_rgb(Image.fromarray(_pixels(given)))
+    return in_rgb(given) if hasattr(given, "getexif") else given
 
 
 def as_video(given: Any) -> Any:
@@ -130,7 +130,7 @@ def _image_of_bytes(content: bytes) -> Any:
     from PIL import Image  # noqa: PLC0415  (optional)
 
     try:
-        return Image.open(io.BytesIO(content)).convert("RGB")
+        return in_rgb(Image.open(io.BytesIO(content)))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise MediaError(f"an image of {len(content)} bytes cannot be read ({error})") from error
 
