@@ -59,9 +59,11 @@ class RewardModel(nn.Module):
         return scores[:, 0].clone()  # a copy: FSDP warns about modules that return views
 
 
-def last_positions(input_ids: Tensor, cu_seqlens: tuple[int, ...], pad_token_id: int) -> Tensor:
+def last_positions(input_ids: Tensor, cu_seqlens: tuple[int, ...], pad_token_id: int | None) -> Tensor:
     """Returns the index of each sequence's last token that is not padding, [S]; of the first token if all are."""
     device = input_ids.device
+    if pad_token_id is None:
+        return torch.tensor(cu_seqlens[1:], device=device) - 1
     starts = torch.tensor(cu_seqlens[:-1], device=device)
     lengths = torch.tensor([end - start for start, end in pairwise(cu_seqlens)], device=device)
     owners = torch.arange(len(lengths), device=device).repeat_interleave(lengths, output_size=len(input_ids))
@@ -104,10 +106,15 @@ def _config(path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code:
             "reward model. Choose another model."
         )
     config.num_labels = 1
-    # Users of the saved model pad with the tokenizer; without a padding token they could not score a batch.
-    config.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    if config.pad_token_id is None:
-        raise ValueError(f"--model {path}: its tokenizer has neither a padding nor an end token. Give it one.")
+    end = tokenizer.eos_token_id
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end
+    if not is_classifier:
+        # Users of the saved model pad with the tokenizer; without a padding token they could not score a batch.
+        config.pad_token_id = padding
+        if padding is None:
+            raise ValueError(f"--model {path}: its tokenizer has neither a padding nor an end token. Give it one.")
+    elif config.pad_token_id is None and padding != end:  # if it is the end, scores would be read before it from now on
+        config.pad_token_id = padding
     return config
 
 

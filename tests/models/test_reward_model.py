@@ -91,6 +91,28 @@ def test_where_the_end_token_pads_the_score_is_read_before_it(folder: Path) -> N
     assert_close(ours, torch.stack(theirs), atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("pads_with_end", [True, False])
+@pytest.mark.parametrize("stated", [0, None])
+def test_a_reward_model_is_read_where_its_own_config_says(
+    folder: Path, tmp_path: Path, stated: int | None, pads_with_end: bool
+) -> None:
+    """Not where its tokenizer pads, which transformers never asks: its scores would be those of other tokens."""
+    tokenizer = builtin_tokenizer()
+    model = load(folder, tokenizer)
+    torch.nn.init.normal_(model.hf.score.weight)
+    model.hf.config.pad_token_id = stated
+    model.hf.save_pretrained(tmp_path / "trained")
+    if pads_with_end:
+        tokenizer.pad_token = tokenizer.eos_token
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "trained")
+    again = load(tmp_path / "trained", tokenizer).eval()
+    assert again.hf.config.pad_token_id == (stated if pads_with_end else 0)
+    with torch.no_grad():
+        ours = again(pack_examples([two_answers()]))
+        one_by_one = [theirs(torch.tensor([ids])).logits[0, 0] for ids in ([5, 6, 7, 1], [5, 6, 8, 9, 10, 1])]
+    assert_close(ours, torch.stack(one_by_one), atol=1e-5, rtol=0)
+
+
 def test_a_new_head_hangs_on_the_seed_and_a_trained_one_is_kept(folder: Path, tmp_path: Path) -> None:
     tokenizer = builtin_tokenizer()
     first, same, other = (load(folder, tokenizer, seed=seed).hf.score.weight for seed in (0, 0, 1))
