@@ -347,7 +347,7 @@ class ResponseDataConfig(ExampleDataConfig):
     """Field with the response to learn, a string. If a line has no such field, its field "messages" is read as a whole
     conversation."""
     train_on: Literal["all", "last"] = "all"
-    """Turns of the assistant to learn from in a conversation: all, or only the last."""
+    """Turns of the assistant to learn from in a conversation: all but those of weight 0, or only the last."""
 
 
 @dataclass(kw_only=True, slots=True)

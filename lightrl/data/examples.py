@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Messages = list[Record]
+_WEIGHTS = ("weight", "train", "loss")  # of a message, for OpenAI, axolotl and ms-swift: 0 or false leaves it out
 _MAX_CHARACTERS = 5_000_000  # of an example; that is over a million tokens, which take minutes to compute
 
 
@@ -154,6 +155,10 @@ class ExampleBuilder:
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
             raise ValueError(f"{where}: no message is the assistant's, so there is nothing to learn.")
+        if train_on == "all":
+            turns = [turn for turn in turns if all(messages[turn].get(name) != 0 for name in _WEIGHTS)]
+        if not turns:
+            raise ValueError(f"{where}: every message of the assistant has the weight 0, so there is nothing to learn.")
         if not all(messages[turn]["content"].strip() or messages[turn].get("tool_calls") for turn in turns):
             raise ValueError(f"{where}: an answer is empty. It must hold text.")
         text = self._render(messages[: turns[-1] + 1], tools, where)

@@ -103,6 +103,22 @@ def test_only_assistant_turns_are_trained_all_or_the_last() -> None:
     assert last == f"{head}b<|end|>{middle}[d<|end|>]"
 
 
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"loss": 0.0}])
+def test_a_message_with_the_weight_0_is_given_and_not_trained(mark: dict[str, Any]) -> None:
+    trained = [{"weight": 1}, {"train": True}, {"loss": None}]
+    messages = [user("a"), {**assistant("b"), **mark}, user("c"), {**assistant("d"), **trained[0]}]
+    head = "<|start|>user\na<|end|>\n<|start|>assistant\nb<|end|>\n<|start|>user\nc<|end|>\n<|start|>assistant\n"
+    assert build({"messages": messages}, letters(CHATML)) == f"{head}[d<|end|>]"
+    for other in trained:
+        whole = build({"messages": [user("a"), {**assistant("b"), **other}]}, letters(CHATML))
+        assert whole.endswith("[b<|end|>]")
+    bad = [user("a"), {**assistant("b"), **mark}]
+    assert build({"messages": [*messages[:2], user("c"), assistant("d"), *bad]}, letters(CHATML)) == f"{head}[d<|end|>]"
+    with pytest.raises(ValueError, match="data.jsonl:1: every message of the assistant has the weight 0"):
+        build({"messages": bad}, letters(CHATML))
+    assert build({"messages": bad}, letters(CHATML), train_on="last").endswith("[b<|end|>]")
+
+
 def test_a_template_without_an_end_of_turn_gets_the_end_token() -> None:
     assert build({"messages": [user("a"), assistant("b")]}, letters(BARE)) == "u:a\na:[b</s>]"
 
