@@ -202,6 +202,10 @@ class ExampleBuilder:
         except Exception as error:  # tokenizers raises nothing more specific
             raise _no_tokens(parts, where, error) from error
         end = self._tokenizer.eos_token_id
+        for turn, following in zip(pieces[1::2], pieces[2::2], strict=False):
+            # In templates such as GLM's, the token that begins the next turn is the one that ends this one.
+            if turn and turn[-1] not in self._special_ids and self._special_ids.intersection(following[:1]):
+                turn.append(following.pop(0))
         if not has_end and end is not None and (not pieces[-1] or pieces[-1][-1] not in self._special_ids | {end}):
             pieces[-1].append(end)
         if not pieces[0]:

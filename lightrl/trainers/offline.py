@@ -43,7 +43,7 @@ class ExampleData:
         with run.strategy.comm.phase("set-up", local=True):
             if run.strategy.comm.is_main and uses_template(config.data.chat_template, run.train_records):
                 warn_of_date(run.tokenizer, template_arguments(config.data))
-            self.ends: set[int] = set()  # the last tokens of the answers to learn from
+            self.ends: set[int] = set()  # the last tokens of the turns to learn from
             self.train, self.num_skipped = _keep_fitting(run, build(run.train_records), self.ends)
             evaluated, _ = _keep_fitting(run, build(run.eval_records), set())
         evaluated = evaluated[: config.eval.max_examples or None]
@@ -167,7 +167,9 @@ def _keep_fitting(run: RunContext, examples: Sequence[Example], ends: set[int]) 
     for example in fitting:  # read once, since streamed examples are made anew each time
         longest = example if longest is None or example.num_tokens > longest.num_tokens else longest
         longest_answer = max(longest_answer, *(answer.num_tokens for answer in example.answers))
-        ends.update(*(answer.response_ids[-1:] for answer in example.answers))
+        for answer in example.answers:
+            trained = zip(answer.response_ids, answer.loss_mask, (*answer.loss_mask[1:], False), strict=True)
+            ends.update(token for token, is_trained, goes_on in trained if is_trained and not goes_on)
         for answer in example.answers:
             if max(token_ids := (*answer.prompt_ids, *answer.response_ids)) >= run.vocab_size:
                 raise unknown_tokens(token_ids, run.tokenizer, run.vocab_size, f"{example.where}: the example")

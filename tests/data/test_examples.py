@@ -119,6 +119,19 @@ def test_a_message_with_the_weight_0_is_given_and_not_trained(mark: dict[str, An
     assert build({"messages": bad}, letters(CHATML), train_on="last").endswith("[b<|end|>]")
 
 
+def test_a_turn_that_the_next_one_ends_learns_its_first_token() -> None:
+    """As with GLM, which stops at <|user|> and <|observation|>."""
+    glm = (
+        "{% for m in messages %}<|{{ 'start' if m.role == 'assistant' else 'end' }}|>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>{% endif %}"
+    )
+    messages = [user("a"), assistant("b"), user("c"), assistant("d")]
+    assert build({"messages": messages}, letters(glm)) == "<|end|>a<|start|>[b<|end|>]c<|start|>[d</s>]"
+    assert build({"messages": messages}, letters(glm), train_on="last") == "<|end|>a<|start|>b<|end|>c<|start|>[d</s>]"
+    spaced = glm.replace("<|", " <|")  # what the template writes behind the turn is not the model's
+    assert "[b] <|end|>c" in build({"messages": messages}, letters(spaced))
+
+
 def test_a_template_without_an_end_of_turn_gets_the_end_token() -> None:
     assert build({"messages": [user("a"), assistant("b")]}, letters(BARE)) == "u:a\na:[b</s>]"
 
