@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightrl.data.json_records import LocatedRecord, Record, field_names
 from lightrl.data.prompts import ChatTemplateUse, require_message, shorten, tokenize_raw
 from lightrl.data.streamed import make_each, select
-from lightrl.models.chat_text import called_names, render, tools_of
+from lightrl.models.chat_text import called_names, render, tools_of, warn_of_thoughts
 from lightrl.records import Answer, Example, inner_value
 
 if TYPE_CHECKING:
@@ -176,6 +176,7 @@ class ExampleBuilder:
                     "the text to train on is unknown. Use --data.train_on last."
                 )
             _require_calls(messages[turn], after[len(before) :], turn, where)
+            warn_of_thoughts(messages[turn], after[len(before) :], where)
             parts += [text[done : len(before)], after[len(before) :]]
             done = len(after)
         if self._is_scored:

@@ -10,7 +10,8 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_WARNED_OF: set[str] = set()  # data sets of whose tools a warning has been given
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields of a message, of which a template reads one or none
+_WARNED_OF: set[str] = set()  # data sets and the warnings that have been given for them
 
 
 def render(renderer: Any, messages: Sequence[dict[str, Any]], tools: Sequence[Any] = (), **settings: Any) -> str:
@@ -51,15 +52,33 @@ def tools_of(record: Mapping[str, Any], where: str = "") -> list[dict[str, Any]]
     return []
 
 
+def warn_of_thoughts(message: Mapping[str, Any], rendered: str, where: str) -> None:
+    """Warns if the text of a turn lacks the thought that its message holds beside the content."""
+    for field in _THOUGHTS:
+        thought = message.get(field)
+        if isinstance(thought, str) and thought.strip() not in rendered:
+            _warn_once(
+                "%s: the chat template leaves out the %r of an answer, so it is learned without that thought. Rename "
+                "the field to the one that the template reads, or write the thought into the content. Other records "
+                "may be alike.",
+                *(where, field),
+            )
+
+
 def _warn_of_tools(where: str, tools: object) -> None:
-    source = where.rpartition(":")[0]
-    if source not in _WARNED_OF and os.environ.get("RANK", "0") == "0":
-        _WARNED_OF.add(source)
-        logger.warning(
-            "%s: 'tools' is %.80r, and neither a list of objects nor its JSON, so the chat template is given no tools. "
-            "Correct it, or rename the field if it describes none. Other records may be alike.",
-            *(where, tools),
-        )
+    _warn_once(
+        "%s: 'tools' is %.80r, and neither a list of objects nor its JSON, so the chat template is given no tools. "
+        "Correct it, or rename the field if it describes none. Other records may be alike.",
+        *(where, tools),
+    )
+
+
+def _warn_once(text: str, where: str, found: object) -> None:
+    """Warns of a record, unless the same warning was given for another record of its data set."""
+    subject = f"{where.rpartition(':')[0]}{text}"
+    if subject not in _WARNED_OF and os.environ.get("RANK", "0") == "0":
+        _WARNED_OF.add(subject)
+        logger.warning(text, where, found)
 
 
 def called_names(message: Mapping[str, Any]) -> list[str]:

@@ -256,6 +256,18 @@ def test_a_conversation_to_score_ends_as_its_template_writes_it(template: str) -
     assert read(example.answers[0], tokenizer) == "<s>q[x</s>]"
 
 
+def test_a_thought_that_the_template_leaves_out_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    reads = CHATML.replace("{{ m.content }}", "{{ m.reasoning_content }}{{ m.content }}")
+    thoughtful = [user("q"), {**assistant("x"), "reasoning_content": " so\n"}]
+    for messages in (thoughtful, [user("q"), assistant("x")], [user("q"), {**assistant("x"), "thinking": ""}]):
+        build({"messages": messages}, letters(reads))
+    build({"messages": [user("q"), {**assistant("so x"), "thinking": "so"}]}, letters(CHATML))  # the content holds it
+    assert not caplog.text
+    ExampleBuilder(letters(CHATML), ExampleFields()).responses(at(*[{"messages": thoughtful}] * 2))
+    assert caplog.text.count("data.jsonl:1: the chat template leaves out the 'reasoning_content' of an answer") == 1
+    assert caplog.text.count("leaves out") == 1
+
+
 def test_the_builtin_data_sets_become_examples() -> None:
     tokenizer = builtin_tokenizer()
     builder = ExampleBuilder(tokenizer, ExampleFields())
