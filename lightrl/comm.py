@@ -323,8 +323,8 @@ class RankComm(Comm):
         except RuntimeError as error:
             if not is_lost_peer(error):
                 raise
-            limit = f"time-out {self.timeout.total_seconds():.0f} s"
-            text = f"rank {self.rank} gave up in {what} during phase {self.phase_name!r} ({limit}): {error}"
+            limit = f" (time-out {self.timeout.total_seconds():.0f} s)" if "time" in str(error).lower() else ""
+            text = f"rank {self.rank} gave up in {what} during phase {self.phase_name!r}{limit}: {error}"
             raise RankError(text if self.board is None else self._why_lost(self.board, text)) from error
 
     def _why_lost(self, board: RankBoard, text: str) -> str:

@@ -1,4 +1,5 @@
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from lightrl.comm import Comm, RankError, connect
+from lightrl.comm import Comm, RankComm, RankError, connect
 from lightrl.testing import run_spmd
 
 PROGRAM = Path(__file__).parent / "programs" / "comm_program.py"
@@ -111,3 +112,17 @@ print(min(step() for _ in range(5)))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 50  # 8,160 without
+
+
+@pytest.mark.parametrize(
+    ("cause", "told"),
+    [
+        ("[/gloo/pair.cc:537] Read error: Connection reset by peer", "in all_reduce during phase 'start': "),
+        ("[/gloo/buffer.cc:81] Timed out waiting 9000ms", "in all_reduce during phase 'start' (time-out 1800 s): "),
+    ],
+)
+def test_only_a_time_out_is_called_one(cause: str, told: str) -> None:
+    comm = RankComm.__new__(RankComm)  # without the ranks
+    Comm.__init__(comm)
+    with pytest.raises(RankError, match=re.escape(told)), comm._explained("all_reduce"):
+        raise RuntimeError(cause)
