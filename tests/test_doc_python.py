@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import inspect
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -99,6 +100,19 @@ def of_batches(_: Path) -> Names:
     return prepared() | {"data": data}
 
 
+def of_answers(folder: Path) -> Names:
+    """Two prompts: one whose answers differ, one whose answers are alike but for one without a reward."""
+    rewards = [(0, "a", 0.5), (0, "b", 0.0), (0, "c", 1.0), (1, "d", 1.0), (1, "e", 1.0), (1, "f", None)]
+    rows = [{"position": place, "prompt": f"{place}?", "response": text, "reward": r} for place, text, r in rewards]
+    (folder / "runs/answers").mkdir(parents=True)
+    (folder / "runs/answers/responses.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return {}
+
+
+def pairs_of(folder: Path) -> None:
+    assert (folder / "pairs.jsonl").read_text() == '{"prompt": "0?", "chosen": "c", "rejected": "b"}\n'
+
+
 class Searcher:
     """Stands for the workflow whose method a block shows."""
 
@@ -113,11 +127,13 @@ GIVEN: dict[str, Callable[[Path], Names]] = {
     "adding_an_engine": of_an_engine,
     "engines": of_engines,
     "lora": of_adapters,
+    "offline": of_answers,
     "metrics": lambda _: prepared() | {"ratios": torch.ones(3), "mask": torch.tensor([True, False, True])},
     "rollouts": of_rollouts,
     "schedules": lambda _: {"self": Searcher(), "query": "sums"},
     "user_batches": of_batches,
 }
+RESULTS: dict[str, Callable[[Path], None]] = {"offline": pairs_of}
 WITH_PYTHON = [page for page in PAGES if any(True for _ in blocks(page, "python", "py"))]
 
 
@@ -136,6 +152,7 @@ def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytes
     try:
         for code in blocks(page, "python", "py"):
             run(code, names)
+        RESULTS.get(page.stem, lambda _: None)(tmp_path)
     finally:
         for name in ("trainer", "rollouts", "strategy"):
             getattr(names.get(name), "close", partial(int, 0))()
