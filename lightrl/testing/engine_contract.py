@@ -45,7 +45,8 @@ class EngineContract:
     resumes_exactly: ClassVar[bool] = True  # a sample that is aborted and resumed ends as if it had not been stopped
 
     @pytest.fixture(scope="class")
-    def source(self, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    @classmethod
+    def source(cls, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
         """Makes the trainer's model, a random model of two layers."""
         folder: Path = tmp_path_factory.mktemp("model")
         torch.manual_seed(0)
@@ -68,13 +69,14 @@ class EngineContract:
         return load(str(folder))
 
     @pytest.fixture(scope="class")
-    def built(self, source: PreTrainedModel) -> Iterator[ColocatedEngine]:
+    @classmethod
+    def built(cls, source: PreTrainedModel) -> Iterator[ColocatedEngine]:
         """Provides the engine, and the model whose logprobs it must reproduce."""
         engine = create_engine(
-            self.engine,
+            cls.engine,
             source=source,
             tokenizer=None,
-            options=self.options,
+            options=cls.options,
             device=torch.device("cpu"),
             group=EngineGroup(),
         )
@@ -222,7 +224,8 @@ class EngineContract:
         assert largest_difference(changed, fresh[0]) < _TOLERANCE  # a new request uses no cache of older weights
 
     @pytest.fixture(scope="class")
-    def changed(self, source: PreTrainedModel) -> PreTrainedModel:
+    @classmethod
+    def changed(cls, source: PreTrainedModel) -> PreTrainedModel:
         """Returns the trainer's model after some training."""
         model = load(str(source.name_or_path))
         torch.manual_seed(1)

@@ -72,7 +72,8 @@ class StrategyParity:
     _only_parity: ClassVar[bool] = True
 
     @pytest.fixture(scope="class")
-    def alone(self, tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    @classmethod
+    def alone(cls, tmp_path_factory: pytest.TempPathFactory) -> Alone:
         """Trains in one process without this strategy: two steps, a checkpoint, and two more steps."""
         folder = tmp_path_factory.mktemp("alone")
         single = single_process()
@@ -80,25 +81,27 @@ class StrategyParity:
         return Alone(folder, strategy_checks.train_on_from(single, folder))
 
     @pytest.fixture(scope="class")
-    def runs(self, tmp_path_factory: pytest.TempPathFactory, alone: Alone) -> list[Run]:
+    @classmethod
+    def runs(cls, tmp_path_factory: pytest.TempPathFactory, alone: Alone) -> list[Run]:
         """Provides one start of the program for each number of ranks."""
-        return [self._start(world, tmp_path_factory.mktemp(f"world{world}"), alone) for world in self.world_sizes]
+        return [cls._start(world, tmp_path_factory.mktemp(f"world{world}"), alone) for world in cls.world_sizes]
 
-    def _start(self, world: int, folder: Path, alone: Alone) -> Run:
-        arguments = [str(folder), "--continue_from", str(alone.folder), "--strategy", self.strategy, *self.flags]
-        arguments += ["--variants", *self.variants]
-        arguments += ["--only_parity"] if self._only_parity else []
-        arguments += [] if self.reduces_once else ["--reduces_often"]
-        arguments += [] if self.runs_by_calls else ["--only_by_batches"]
+    @classmethod
+    def _start(cls, world: int, folder: Path, alone: Alone) -> Run:
+        arguments = [str(folder), "--continue_from", str(alone.folder), "--strategy", cls.strategy, *cls.flags]
+        arguments += ["--variants", *cls.variants]
+        arguments += ["--only_parity"] if cls._only_parity else []
+        arguments += [] if cls.reduces_once else ["--reduces_often"]
+        arguments += [] if cls.runs_by_calls else ["--only_by_batches"]
         output = ""
         try:
             if world == 1:
                 command = [sys.executable, "-m", strategy_program.__name__, *arguments]
-                run_program(command, timeout_s=self.timeout_s, cwd=self.cwd, env=self.env)
+                run_program(command, timeout_s=cls.timeout_s, cwd=cls.cwd, env=cls.env)
             else:
                 run_spmd(
-                    str(strategy_program.__file__), *arguments, world_size=world, timeout_s=self.timeout_s,
-                    cwd=self.cwd, env=self.env,
+                    str(strategy_program.__file__), *arguments, world_size=world, timeout_s=cls.timeout_s,
+                    cwd=cls.cwd, env=cls.env,
                 )  # fmt: skip
         except SpmdError as error:
             output = str(error)
