@@ -244,8 +244,12 @@ def text_behind_answer(tokenizer: Any, messages: Sequence[Mapping[str, str]]) ->
 
     Raises whatever the template raises.
     """
-    are_answers = messages[0]["role"] == "tool" and _needs_calls(tokenizer, tokenizer.chat_template)
+    are_answers = any(map(_is_answer, messages[:1])) and _needs_calls(tokenizer, str(tokenizer.chat_template))
     return (_text_behind_calls if are_answers else _text_behind_text)(tokenizer, messages)
+
+
+def _is_answer(message: Mapping[str, str]) -> bool:
+    return message.get("role") == "tool"
 
 
 @lru_cache(maxsize=8)
@@ -281,7 +285,7 @@ def _text_behind_calls(tokenizer: Any, messages: Sequence[Mapping[str, str]]) ->
             "type": "function",
             "function": {"name": answer.get("name", "tool"), "arguments": {}},
         }
-        for number, answer in enumerate(takewhile(lambda message: message["role"] == "tool", messages))
+        for number, answer in enumerate(takewhile(_is_answer, messages))
     ]
     asked: list[dict[str, Any]] = [
         {"role": "user", "content": ""},

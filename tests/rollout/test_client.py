@@ -11,7 +11,7 @@ import pytest
 
 from lightrl.builtin.model import builtin_tokenizer
 from lightrl.engines.base import Completion, EnginePrompt, SamplingParams
-from lightrl.rollout.client import EngineClient, EpisodeLimits
+from lightrl.rollout.client import EngineClient, EpisodeLimits, text_behind_answer
 from lightrl.rollout.episode import Episode, Turn
 
 CHATML = (
@@ -156,6 +156,18 @@ def test_a_reply_in_a_chat_is_what_the_template_puts_behind_an_answer() -> None:
     # An answer that ended by <eos> has it already; one that was cut off has not.
     assert text_of(CHATML, said(7, 1)) == "+<user>why?<eos>+<assistant>"
     assert text_of(CHATML, said(7, finish_reason="length")) == "<eos>+<user>why?<eos>+<assistant>"
+
+
+def test_odd_messages_and_named_templates_continue_a_chat_too() -> None:
+    mine = client(Recorder())
+    mine.tokenizer = ChatTokenizer(CHATML)
+    behind = [mine.encode_messages(messages, after=said(7, 1)) for messages in ([], [{"content": "why?"}])]
+    assert ["".join(map(chr, ids)) for ids in behind] == ["+<assistant>", "+<>why?<eos>+<assistant>"]
+
+    named = builtin_tokenizer()  # as those of Hermes 3 and Command R
+    named.chat_template = {"default": CHATML, "tool_use": "{{ tools }}"}
+    answer = {"role": "tool", "content": "3"}
+    assert text_behind_answer(named, [answer]) == "<eos>+<tool>3<eos>+<assistant>"
 
 
 def test_a_template_that_drops_answers_is_refused() -> None:
