@@ -17,7 +17,8 @@ _KIMI_SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
 _DEEPSEEK_SECTION = ("<\uff5ctool\u2581calls\u2581begin\uff5c>", "<\uff5ctool\u2581calls\u2581end\uff5c>")
 _LLAMA = ("<function=", "</function>")
 _GEMMA, _GEMMA_THOUGHT, _GEMMA_QUOTE = ("<|tool_call>", "<tool_call|>"), ("<|channel>", "<channel|>"), '<|"|>'
-_GEMMA_NAME, _GEMMA_KEY = re.compile(r"\s*(?:call:)?([\w./-]+)"), re.compile(r"(?<![\w.-])([^\W\d][\w.-]*)(?=\s*:)")
+_GEMMA_NAME = re.compile(r"\s*(?:call:)?([\w./-]+)")
+_GEMMA_KEY = re.compile(r"(?<=[{,])\s*([^\s\[\]{},:\"][^\[\]{},:\"]*)(?=:)")
 _GEMMA_LITERAL = re.compile(r"\b(?:True|False|None)\b")
 _HARMONY_END, _HARMONY_BEGIN, _HARMONY_TEXT = "<|call|>", "<|start|>", "<|message|>"
 _HARMONY_NAME = re.compile(r"to=functions\.([\w./-]+)")
@@ -322,9 +323,13 @@ def _from_gemma(written: str) -> ToolCall:
     if name is None or len(pieces) % 2 == 0:
         return bad_call(written, ValueError(f"a call is call:NAME{{...}} with texts in pairs of {_GEMMA_QUOTE}"))
     pieces[0] = pieces[0][name.end() :]
-    plain = [_GEMMA_LITERAL.sub(_as_literal, _GEMMA_KEY.sub(r'"\1"', piece)) for piece in pieces[::2]]
+    plain = [_GEMMA_LITERAL.sub(_as_literal, _GEMMA_KEY.sub(_as_key, piece)) for piece in pieces[::2]]
     texts = [json.dumps(piece) for piece in pieces[1::2]]
     return _from_named(name[1], "".join(map("".join, zip_longest(plain, texts, fillvalue=""))), written)
+
+
+def _as_key(match: re.Match[str]) -> str:
+    return json.dumps(match[1].rstrip())
 
 
 def _as_literal(match: re.Match[str]) -> str:

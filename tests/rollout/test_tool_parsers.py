@@ -270,6 +270,11 @@ def deepseek(inside: str) -> str:
         ),
         (
             "gemma",
+            "<|tool_call>call:find{$gt:1, 2nd :2,first name:{@id:3,a-b:4}}<tool_call|>",
+            [ToolCall("find", {"$gt": 1, "2nd": 2, "first name": {"@id": 3, "a-b": 4}})],
+        ),
+        (
+            "gemma",
             "<|channel>thought\n<|tool_call>call:now{}<tool_call|>?<channel|><|tool_call>call:add{a:1,b:[2]}<tool_call|>",
             [ToolCall("add", ADD)],
         ),
