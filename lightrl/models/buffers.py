@@ -1,6 +1,8 @@
-"""Computes the buffers that no checkpoint holds, such as rotary frequencies, from a model's configuration."""
+"""Completes models without weights: buffers that no checkpoint holds, such as rotary frequencies, and gradients."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,3 +31,11 @@ def _compute(module: nn.Module, owner: PreTrainedModel) -> None:
         owner._init_weights(module)
     for child in module.children():
         _compute(child, owner)
+
+
+def as_loaded(model: Any) -> Any:
+    """Makes a model on the meta device train what from_pretrained() does on rank 0: not all that its class freezes."""
+    for tensor in model.requires_grad_().state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True  # as if loaded: a model's own code may read values where it makes new weights
+    model.initialize_weights()
+    return model

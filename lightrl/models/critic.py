@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
+from lightrl.models.buffers import as_loaded
 from lightrl.models.hub import file_of
 from lightrl.models.multimodal import FAMILIES, embedded
 from lightrl.models.packed_attention import packed_hidden_states
@@ -140,8 +141,7 @@ def load_critic(path: str, *, materialize: bool, init_std: float, seed: int, tru
         body = _load_body(path, trust_remote_code)
     else:
         with explained(path, "config"), torch.device("meta"):
-            body = AutoModel.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
-            body.requires_grad_().initialize_weights()  # trains what from_pretrained() does
+            body = as_loaded(AutoModel.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code))
     _require_decoder(path, body)
     return Critic(body, load_value_head(path, body.config, materialize=materialize, init_std=init_std, seed=seed))
 

@@ -25,6 +25,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from lightrl.models.allowed_tokens import AllowedTokens
+from lightrl.models.buffers import as_loaded
 from lightrl.models.hub import require_reachable
 from lightrl.models.logprobs import LogitTransform, chosen_logprobs
 from lightrl.models.multimodal import (
@@ -431,8 +432,7 @@ def _check_text_only(config: Any) -> None:
 def _empty_model(loader: Any, config: Any, path: str, trust_remote_code: bool) -> Any:
     """Builds the model on the meta device."""
     with torch.device("meta"):
-        model = loader.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
-    model.requires_grad_().initialize_weights()  # trains what from_pretrained() does: not all that the class freezes
+        model = as_loaded(loader.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code))
     model.tie_weights()
     try:  # its end tokens matter: without them this rank would not stop where the others do
         model.generation_config = GenerationConfig.from_pretrained(path)

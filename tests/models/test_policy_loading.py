@@ -58,6 +58,36 @@ def test_every_rank_trains_the_same_parameters(name: str, tmp_path: Path) -> Non
         assert flags[0] == flags[1]
 
 
+OWN_CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own_code"
+
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+
+    def _init_weights(self, module):
+        if hasattr(module, "weight"):
+            module.weight.data.normal_(0, float(module.weight.abs().max()))
+            module.weight.requires_grad_(False)
+"""
+
+
+def test_code_of_a_model_that_reads_values_loads_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "cache"))
+    tiny_model()[0].save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "own_code"}
+    config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "own.py").write_text(OWN_CODE)
+    real, empty = (load_policy(str(tmp_path), materialize=here, trust_remote_code=True) for here in (True, False))
+    for one in (real, empty):
+        assert all(parameter.requires_grad for parameter in one.parameters())
+
+
 def test_a_saved_model_keeps_whether_it_generates_with_a_cache(folder: str, tmp_path: Path) -> None:
     policy, tokenizer = load_policy(folder, materialize=True), load_tokenizer(folder)
     critic = load_critic(folder, materialize=True, init_std=0.0, seed=0)
