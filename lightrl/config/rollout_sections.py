@@ -46,8 +46,8 @@ class ScheduleConfig:
     agree_every: int = option(16, at_least=1)
     """Number of engine steps after which the ranks tell each other which groups are finished."""
     max_groups: int = option(0, at_least=0)
-    """Maximum number of groups that run at once, over all ranks, for example because a service of their environments
-    allows no more. With a schedule or a workflow. 0: no limit."""
+    """Maximum number of groups that run at once, over all ranks. With a workflow and no schedule, the episodes of so
+    many groups. 0: no limit."""
     filter: str = ""
     """Function of a scored group that returns whether it may be trained, as package.module:function, or
     unequal_rewards. A group that it rejects is replaced by another. Empty: all may be trained."""

@@ -129,7 +129,7 @@ class EpisodeCollector(EpisodeScorer, Collector):
         max_groups: int = 0,
         **sampling: SamplingParams,
     ) -> None:
-        """max_groups: how many prompts' episodes run at once over all ranks, but one for each engine; 0: all."""
+        """max_groups: how many prompts' samples run at once over all ranks, at least one's for each engine; 0: all."""
         super().__init__(strategy, rewards, seed=seed, max_new_tokens=limits.max_new_tokens, **sampling)
         self._max_groups = max_groups
         self._workflow = workflow
