@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightrl.builtin.task import BUILTIN_TASKS, HELD_OUT
-from lightrl.data.held_images import as_files
 from lightrl.data.json_records import LocatedRecord, Record, field_names
-from lightrl.data.media import absolute_paths, image_size, in_parts, media_folder, video_size
+from lightrl.data.media import in_parts
+from lightrl.data.media_fields import KINDS, MediaFields, with_media
 from lightrl.data.mixture import files_of, parts_of
 from lightrl.data.reasoning_tasks import PREFIX, reasoning_records
 from lightrl.data.record_files import ACCEPTED_SOURCES, load_from_disk, load_from_hub
 from lightrl.data.streamed import Streamed, chain, make_each
 from lightrl.models.chat_text import render, tools_of, with_readable_calls
-from lightrl.models.multimodal import FAMILIES, MediaProcessor
 from lightrl.records import Prompt, inner_value
 
 if TYPE_CHECKING:
@@ -26,15 +25,6 @@ if TYPE_CHECKING:
 _MANY_CHARACTERS = 100_000  # prompts that are longer are checked before they are tokenised
 _MOST_TOKENS_SHOWN = 200  # of a tokenizer that cannot read a text
 ChatTemplateUse = Literal["auto", "always", "never"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MediaFields:
-    """The fields of a record that name images and videos, and the processor of the model that takes them."""
-
-    image_field: str = "images"  # empty reads none
-    video_field: str = "videos"
-    processor: MediaProcessor | None = None  # None: the model takes no media, so media in the data are an error
 
 
 def held_out_of(source: str) -> str:
@@ -147,7 +137,7 @@ def build_prompts(
             fields={name: other for name, other in record.items() if name not in (field, answer_field)},
         )
         if media is not None and (media.processor or {media.image_field, media.video_field} & record.keys()):
-            prompt = _with_media(prompt, record, where, media)
+            prompt = with_media(prompt, record, field, where, media)
         if prompt.num_tokens > max_prompt_tokens:
             raise _too_long(prompt, where, max_prompt_tokens)
         return prompt
@@ -193,52 +183,6 @@ def _no_prompt(record: Record, where: str, prompt_field: str, found: str) -> Val
     )
 
 
-def _with_media(prompt: Prompt, record: Record, where: str, media: MediaFields) -> Prompt:
-    """Adds the paths of the record's images and videos to its prompt, after reading the size of each."""
-    if media.processor is None:
-        _refuse_media(record, where, media)
-        return prompt
-    folder, field = media_folder(where), media.image_field
-    if record.get(field) is not None:
-        record = {**record, field: _files(record[field], where, field)}
-        prompt = replace(prompt, fields={**prompt.fields, field: record[field]})
-    images = _paths(record, where, field, folder)
-    videos = _paths(record, where, media.video_field, folder)
-    try:
-        sizes = [image_size(path) for path in images], [video_size(path) for path in videos]
-        expanded = media.processor.expanded(prompt.token_ids, *sizes)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
-    num_media_tokens = len(expanded) - len(prompt.token_ids)
-    return replace(prompt, images=images, videos=videos, num_media_tokens=num_media_tokens)
-
-
-def _refuse_media(record: Record, where: str, media: MediaFields) -> None:
-    for field, option in ((media.image_field, "image"), (media.video_field, "video")):
-        if record.get(field) not in (None, "", []):
-            raise ValueError(
-                f"{where}: {field!r} names {option}s, and the model takes none. Use a vision-language model "
-                f"({', '.join(FAMILIES)}), or give --data.{option}_field another name."
-            )
-
-
-def _files(images: Any, where: str, field: str) -> Any:
-    try:
-        return as_files(images)
-    except ValueError as error:
-        raise ValueError(f"{where}: {field!r} {error}.") from error
-
-
-def _paths(record: Record, where: str, field: str, folder: Path) -> tuple[str, ...]:
-    value = record.get(field) if field else None
-    if value is None:
-        return ()
-    try:
-        return absolute_paths(value, folder)
-    except ValueError as error:
-        raise ValueError(f"{where}: {field!r} {error}.") from error
-
-
 def _render(
     renderer: Any, media: MediaFields | None, messages: list[Record], record: Record, where: str, field: str
 ) -> str:
@@ -249,8 +193,7 @@ def _render(
             "has one, or give the prompt as a string with --data.chat_template never."
         )
     if media is not None and media.processor:
-        shown = {"image": record.get(media.image_field), "video": record.get(media.video_field)}
-        kinds = [kind for kind, files in shown.items() if files not in (None, "", [])]
+        kinds = [kind for kind in KINDS if media.named(record, field, kind)[1]]
         messages = [in_parts(message, kinds) for message in messages]
     try:
         return render(renderer, messages, tools_of(record, where), add_generation_prompt=True)
@@ -348,8 +291,8 @@ def require_message(message: Any, where: str, takes_parts: bool) -> Record:
 
 def _require_part(part: Any, where: str) -> Record:
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind in ("image", "video"):
-        return {"type": kind}  # the record's field names the file to show
+    if kind in ("image", "video", "image_url", "video_url"):
+        return {"type": kind.removesuffix("_url")}  # with_media() finds the file to show
     if kind == "text" and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
     raise ValueError(

@@ -153,7 +153,7 @@ class MediaProcessor:
                 placeholder = self.processor.tokenizer.convert_ids_to_tokens(token_id)
                 raise ValueError(
                     f"the prompt has {count} {kind} placeholder(s) {placeholder} and {given} {kind}(s): it must have "
-                    "one for each."
+                    f"one for each. In a text that a chat template renders, <{kind}> is one."
                 )
 
     def _timed_frames(self, video: _Extent) -> Iterator[int]:

@@ -15,6 +15,7 @@ from lightrl.comm import Comm
 from lightrl.config import EvalConfig, OfflineConfig, RolloutConfig, template_arguments
 from lightrl.data.balance import assign_to_ranks, imbalance
 from lightrl.data.chat_arguments import uses_template, warn_of_date
+from lightrl.data.media_fields import MediaFields
 from lightrl.data.packing import (
     Key,
     Packable,
@@ -25,7 +26,7 @@ from lightrl.data.packing import (
     split_micro_batches,
     unpack,
 )
-from lightrl.data.prompts import MediaFields, build_prompts, require_field
+from lightrl.data.prompts import build_prompts, require_field
 from lightrl.data.sampler import PromptSampler, permutation, shard
 from lightrl.metrics import Statistics
 from lightrl.records import Experience, PackedBatch, Prompt, Sample

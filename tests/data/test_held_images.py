@@ -13,7 +13,8 @@ from tiny_vlm import IMAGE, checkered, tiny_media
 
 from lightrl.data.held_images import as_files
 from lightrl.data.media import image_size, read_image
-from lightrl.data.prompts import MediaFields, build_prompts, load_records
+from lightrl.data.media_fields import MediaFields
+from lightrl.data.prompts import build_prompts, load_records
 
 
 @pytest.fixture(autouse=True)

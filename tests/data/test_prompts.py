@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from lightrl.data.json_records import LocatedRecord
-from lightrl.data.prompts import MediaFields, build_prompts, load_records, require_field
+from lightrl.data.media_fields import MediaFields
+from lightrl.data.prompts import build_prompts, load_records, require_field
 from lightrl.records import Prompt
 
 WORDS = ["<unk>", "<s>", "</s>", "<user>", "<assistant>", "add", "two", "three", "be", "brief", "<system>"]
