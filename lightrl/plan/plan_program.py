@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import re
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
 from lightrl.builtin.model import builtin_model_path
 from lightrl.config import (
@@ -39,6 +40,7 @@ from lightrl.plan.spread import num_trainers, strategy_name
 from lightrl.plan.text import as_json, size_text, table, verdict
 from lightrl.strategy import strategy_class
 from lightrl.strategy.layout.meshes import MeshSizes, check_mesh
+from lightrl.strategy.layout.tensor_parallel import check_parameters, check_splits
 
 _UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _RESPONSE = 512  # assumed tokens of an example, as data is not read
@@ -95,10 +97,13 @@ def _plan(config: RunConfig, asked: PlanConfig, name: str, *, is_here: bool = Fa
         machine = machine_of(config, asked, is_here=is_here)
         check_own_options(config, strategy_class(config.strategy))
         trainers = num_trainers(config, machine.ranks)
-        if strategy_name(config, trainers) == "fsdp":
+        is_fsdp = strategy_name(config, trainers) == "fsdp"
+        if is_fsdp:
             sizes = MeshSizes(replicas=config.fsdp.replicate_size, tokens=config.sp_size, tensors=config.tp_size)
             check_mesh(trainers, sizes)
         models = models_of(config)
+        if is_fsdp:
+            _check_splits(config, models)
         config, chosen = _fitting(config, models, machine) if asked.fit else (config, "")
         made = plan_run(config, models, machine)
     except (ValueError, OSError, ImportError) as error:
@@ -115,6 +120,15 @@ def _plan(config: RunConfig, asked: PlanConfig, name: str, *, is_here: bool = Fa
         as_object = as_json(made, is_enough=is_enough, found=found, chosen=chosen.strip())
         print_text(as_object if asked.json else text)
     return int(not is_enough)
+
+
+def _check_splits(config: RunConfig, models: Models) -> None:
+    """Raises ValueError, as the run would, for a model that --tp_size or --sp_size cannot split."""
+    for model in models.all:
+        check_splits(model.hf_config, tp_size=config.tp_size, sp_size=config.sp_size)
+        if config.tp_size > 1:
+            modules = model.make(copy.deepcopy(model.hf_config)).modules()
+            check_parameters(next(inner for inner in modules if isinstance(inner, PreTrainedModel)).get_decoder())
 
 
 def _warn_of_short_responses(config: RunConfig, asked: PlanConfig) -> None:
@@ -207,8 +221,8 @@ def _read_config(path: str, trust_remote_code: bool) -> Any:
     try:
         fields = json.loads(Path(path).read_bytes())
         return AutoConfig.for_model(**fields)
-    except (TypeError, ValueError, OSError) as error:
-        raise ValueError(f"--model {path} is no config.json of a model ({error}).") from error
+    except Exception as error:  # transformers' checks of a config raise errors of their own
+        raise ValueError(f"--model {path} is no config.json of a model ({' '.join(str(error).split())}).") from error
 
 
 def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:

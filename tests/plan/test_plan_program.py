@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from lightrl.plan.plan_program import parse_size
 from lightrl.programs import main, start
@@ -89,6 +90,10 @@ def test_the_least_peak_is_told_where_nothing_fits(model: str, capsys: pytest.Ca
         (["plan", "grpo", "--fit", "True"], "--fit True needs the memory of a device: give --device_memory"),
         (["plan", "grpo", "--model", "no/folder/here"], "no such folder. A plan also takes the path of"),
         (["plan", "grpo", "--model", "none.json"], "--model none.json is no config.json of a model"),
+        (
+            ["plan", "ppo", "--ranks", "3", "--tp_size", "3"],
+            "--tp_size 3 does not divide the model's 4 attention heads",
+        ),
     ],
 )
 def test_mistakes_end_with_code_2(words: list[str], wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,6 +101,25 @@ def test_mistakes_end_with_code_2(words: list[str], wanted: str, capsys: pytest.
         main(words)
     assert end.value.code == 2
     assert wanted in capsys.readouterr().err
+
+
+def test_a_model_that_a_run_would_refuse_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    phi = AutoConfig.for_model("phi", **small, qk_layernorm=True)
+    for changes, options, wanted in (
+        ({}, ["--tp_size", "2"], r"how to cut layers\.0\.self_attn\.q_layernorm\.weight, which belongs to a part"),
+        (
+            {"model_type": "qwen3", "layer_types": ["full_attention"] * 3},
+            [],
+            r"is no config\.json .*`layer_types` \(3\)",
+        ),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**phi.to_dict(), **changes}))
+        words = ["plan", "ppo", "--strategy", "fsdp", "--ranks", "2", "--model", str(tmp_path / "config.json")]
+        with pytest.raises(SystemExit) as end:
+            main([*words, *options])
+        assert end.value.code == 2
+        assert re.search(wanted, capsys.readouterr().err)
 
 
 def test_sizes() -> None:
