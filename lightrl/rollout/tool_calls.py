@@ -16,7 +16,8 @@ from transformers.utils.chat_template_utils import get_json_schema
 
 from lightrl.imports import load_object
 from lightrl.rewards.async_scoring import without_exit
-from lightrl.rollout.tool_parsers import ToolCall, bad_call, typed_arguments
+from lightrl.rollout.tool_parsers import typed_arguments
+from lightrl.rollout.written_calls import ToolCall, bad_call
 
 logger = logging.getLogger(__name__)
 

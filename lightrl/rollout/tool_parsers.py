@@ -9,6 +9,8 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from lightrl.rollout.episode import Turn
+from lightrl.rollout.pythonic_calls import PYTHONIC_MARKS, pythonic_calls
+from lightrl.rollout.written_calls import THOUGHT, Found, ToolCall, bad_call, marked_calls, without_drafts
 
 _HERMES = ("<tool_call>", "</tool_call>")
 _KIMI = ("<|tool_call_begin|>", "<|tool_call_end|>")
@@ -23,7 +25,7 @@ _GEMMA_LITERAL = re.compile(r"\b(?:True|False|None)\b")
 _HARMONY_END, _HARMONY_BEGIN, _HARMONY_TEXT = "<|call|>", "<|start|>", "<|message|>"
 _HARMONY_NAME = re.compile(r"to=functions\.([\w./-]+)")
 _MISTRAL_BEGIN = "[TOOL_CALLS]"  # has no end
-_THOUGHT, _MISTRAL_THOUGHT = ("<think>", "</think>"), ("[THINK]", "[/THINK]")
+_MISTRAL_THOUGHT = ("[THINK]", "[/THINK]")
 _TAGS = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER_END = "</parameter>"
 _PARAMETER = re.compile(rf"<parameter=([^<>\n]+)>\n?(.*?)\n?{_PARAMETER_END}", re.DOTALL)
@@ -39,25 +41,6 @@ _PYTHON = re.compile(rf"{_PYTHON_FENCE}([^`]*(?:`(?!``)[^`]*)*)(?!{_PYTHON_FENCE
 _OPENING = re.compile(r'\{\s*["}]|\[')  # nothing else begins JSON, and every failure to read it searches for its line
 _DECODER = json.JSONDecoder()
 _MAX_COUNTED = 4096  # characters before an opening; an error counts their lines, of all the text for each opening
-_MAX_SHOWN = 200  # characters of a bad call that are quoted in its answer
-
-
-class ToolCall(NamedTuple):
-    """A call as the policy wrote it."""
-
-    name: str
-    arguments: dict[str, Any]
-    problem: str = ""  # why the call cannot be made, which is then its answer
-    has_texts: bool = False  # whether the arguments are texts, to which the tool's description gives types
-    id: str = ""  # by which the answer refers to the call, if the notation has the policy write one
-
-
-class Found(NamedTuple):
-    """A place in a text that holds calls."""
-
-    start: int
-    stop: int
-    calls: list[ToolCall]
 
 
 def hermes_calls(text: str) -> list[Found]:
@@ -65,50 +48,7 @@ def hermes_calls(text: str) -> list[Found]:
 
     What stands inside may also be `<function=add><parameter=a>1</parameter></function>`, as newer models of Qwen write.
     """
-    return _marked(text, _HERMES, _from_tags_or_json)
-
-
-def _marked(
-    text: str, marks: tuple[str, str], read: Callable[[str], ToolCall], thought: tuple[str, str] = _THOUGHT
-) -> list[Found]:
-    """Returns the calls between two marks outside the turn's thoughts.
-
-    Behind the last end nothing is searched: a turn that only repeats the beginning would take seconds.
-    """
-    pattern, last = re.compile("{}(.*?){}".format(*map(re.escape, marks)), re.DOTALL), marks[1]
-    begin, end = _thoughts(text, marks, thought)
-    found = []
-    for low, high in ((0, begin), (end, len(text))):
-        stop = text.rfind(last, low, high) + len(last)
-        if stop >= low + len(last):
-            found += [Found(*match.span(), [read(match[1])]) for match in pattern.finditer(text, low, stop)]
-    return found
-
-
-def _thoughts(text: str, marks: tuple[str, str], thought: tuple[str, str]) -> tuple[int, int]:
-    """Returns where the turn's thoughts begin and end: calls in them are drafts, and may lack their end.
-
-    Without <think> they begin with the turn, as where the chat template has written it. An argument may contain
-    </think> too: then a call has begun before it, and ends behind it before another begins.
-    """
-    begin_mark, end_mark = marks
-    end = text.find(thought[1]) + len(thought[1])
-    if end < len(thought[1]):
-        return 0, 0
-    has_begun = text.rfind(begin_mark, 0, end) > text.rfind(end_mark, 0, end)
-    closed = text.find(end_mark, end)
-    if has_begun and closed >= 0 and text.find(begin_mark, end, closed) < 0:
-        return 0, 0
-    return max(text.find(thought[0], 0, end), 0), end
-
-
-def _without_drafts(text: str, found: list[Found], marks: tuple[str, str] = _THOUGHT) -> list[Found]:
-    """Leaves out what was found in the turn's thoughts, as _thoughts() does for calls whose end has a mark."""
-    end = text.find(marks[1])
-    if end < 0 or any(item.start < end < item.stop for item in found):
-        return found
-    begin = max(text.find(marks[0], 0, end), 0)
-    return [item for item in found if not begin <= item.start < end]
+    return marked_calls(text, _HERMES, _from_tags_or_json)
 
 
 def _from_tags_or_json(written: str) -> ToolCall:
@@ -121,7 +61,7 @@ def json_calls(text: str) -> list[Found]:
     One with arguments may stand in `{"type": "function", "function": ...}`; with parameters that describes a tool.
     """
     values = [Found(start, stop, _calls_of(value)) for start, stop, value in _json_values(text)]
-    return _without_drafts(text, [item for item in values if item.calls])
+    return without_drafts(text, [item for item in values if item.calls])
 
 
 def _calls_of(value: Any) -> list[ToolCall]:
@@ -141,40 +81,40 @@ def _is_call(found: Mapping[str, Any]) -> bool:
 
 def llama_calls(text: str) -> list[Found]:
     """Finds calls like `<function=add>{"a": 1}</function>`; a turn without one may write them as JSON objects."""
-    return _marked(text, _LLAMA, _from_function_tag) or json_calls(text)
+    return marked_calls(text, _LLAMA, _from_function_tag) or json_calls(text)
 
 
 def glm_calls(text: str) -> list[Found]:
     """Finds calls like `<tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>`."""
-    return _marked(text, _HERMES, _from_argument_tags)
+    return marked_calls(text, _HERMES, _from_argument_tags)
 
 
 def kimi_calls(text: str) -> list[Found]:
     """Finds calls like `functions.add:0` and `{"a": 1}` between the special tokens of Kimi K2."""
-    return _marked(text, _KIMI, _from_kimi)
+    return marked_calls(text, _KIMI, _from_kimi)
 
 
 def deepseek_calls(text: str) -> list[Found]:
     """Finds calls between the tokens of DeepSeek, in the notation of V3 or of V3.1."""
-    return _marked(text, _DEEPSEEK, _from_deepseek)
+    return marked_calls(text, _DEEPSEEK, _from_deepseek)
 
 
 def mistral_calls(text: str) -> list[Found]:
     """Finds calls like `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]add[ARGS]{"a": 1}`."""
     found, skipped, stop = [], 0, 0
-    thought = _MISTRAL_THOUGHT if _MISTRAL_THOUGHT[1] in text else _THOUGHT
+    thought = _MISTRAL_THOUGHT if _MISTRAL_THOUGHT[1] in text else THOUGHT
     whole = text
     while (start := text.find(_MISTRAL_BEGIN, stop)) >= 0:
         if start > _MAX_COUNTED:
             text, skipped, start = text[start:], skipped + start, 0
         calls, stop = _from_mistral(text, start + len(_MISTRAL_BEGIN))
         found.append(Found(skipped + start, skipped + stop, calls))
-    return _without_drafts(whole, [item for item in found if item.calls], thought)
+    return without_drafts(whole, [item for item in found if item.calls], thought)
 
 
 def gemma_calls(text: str) -> list[Found]:
     """Finds calls like `<|tool_call>call:add{a:1,b:<|"|>two<|"|>}<tool_call|>`, the notation of Gemma 4."""
-    return _marked(text, _GEMMA, _from_gemma, _GEMMA_THOUGHT)
+    return marked_calls(text, _GEMMA, _from_gemma, _GEMMA_THOUGHT)
 
 
 def harmony_calls(text: str) -> list[Found]:
@@ -192,7 +132,7 @@ def harmony_calls(text: str) -> list[Found]:
 def python_calls(text: str) -> list[Found]:
     """Finds ```python blocks, each of which is a call of the tool `python` with that code."""
     blocks = [Found(*match.span(), [ToolCall("python", {"code": match[1]})]) for match in _PYTHON.finditer(text)]
-    return _without_drafts(text, blocks)
+    return without_drafts(text, blocks)
 
 
 class Parser(NamedTuple):
@@ -234,6 +174,7 @@ PARSERS: dict[str, Parser] = {
     "glm": Parser(glm_calls, has_special_tokens=True),
     "gemma": Parser(gemma_calls, has_special_tokens=True, section=("<|tool_response>",)),  # at which such a turn stops
     "harmony": Parser(harmony_calls, has_special_tokens=True),
+    "pythonic": Parser(pythonic_calls, has_special_tokens=True, section=PYTHONIC_MARKS),
 }
 
 
@@ -298,7 +239,7 @@ def _from_argument_tags(written: str) -> ToolCall:
 
 def _texts(body: str, pattern: re.Pattern[str], mark: str) -> dict[str, Any] | None:
     """Returns the pairs of a name and a text, each ended by the mark; None if there is anything else."""
-    end = body.rfind(mark) + len(mark)  # behind it nothing is searched, as in _marked()
+    end = body.rfind(mark) + len(mark)  # behind it nothing is searched, as in marked_calls()
     if (pattern.sub("", body[:end]) + body[end:]).strip():
         return None
     return dict(pattern.findall(body, 0, end))
@@ -419,10 +360,3 @@ def _json_values(text: str) -> Iterator[tuple[int, int, Any]]:
 def _next_opening(text: str, start: int) -> int:
     found = _OPENING.search(text, start)
     return found.start() if found else len(text)
-
-
-def bad_call(written: str, error: Exception) -> ToolCall:
-    """Returns a ToolCall that cannot be made, with the reason."""
-    return ToolCall(
-        "", {}, f"this call cannot be made: {written.strip()[:_MAX_SHOWN]} ({type(error).__name__}: {error})"
-    )

@@ -12,8 +12,9 @@ from lightrl.records import Prompt
 from lightrl.rollout.client import EngineClient, chat_text, text_behind_answer
 from lightrl.rollout.episode import Episode
 from lightrl.rollout.tool_calls import ToolAnswer, ToolBox, load_tool
-from lightrl.rollout.tool_parsers import ToolCall, parser_named
+from lightrl.rollout.tool_parsers import parser_named
 from lightrl.rollout.workflow import Workflow
+from lightrl.rollout.written_calls import ToolCall
 
 logger = logging.getLogger(__name__)
 

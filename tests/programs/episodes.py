@@ -9,7 +9,7 @@ import torch
 
 from lightrl import Episode, Workflow
 from lightrl.rollout.tool_calls import Tool, ToolBox
-from lightrl.rollout.tool_parsers import ToolCall
+from lightrl.rollout.written_calls import ToolCall
 
 
 class Echo:

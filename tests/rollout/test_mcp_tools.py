@@ -13,7 +13,7 @@ import pytest
 from test_tools import play
 
 from lightrl.rollout.tool_calls import Tool, ToolBox
-from lightrl.rollout.tool_parsers import ToolCall
+from lightrl.rollout.written_calls import ToolCall
 
 pytest.importorskip("mcp")
 SERVER = Path(__file__).parents[1] / "programs" / "mcp_server.py"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lightrl.rollout.tool_calls import CallError, Tool, ToolBox, in_daemon_thread, load_tool
-from lightrl.rollout.tool_parsers import ToolCall
+from lightrl.rollout.written_calls import ToolCall
 
 
 def box(**functions: Any) -> ToolBox:

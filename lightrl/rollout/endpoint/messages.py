@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightrl.rollout.endpoint.errors import RequestError
-from lightrl.rollout.tool_parsers import PARSERS, Parser, ToolCall, typed_arguments
+from lightrl.rollout.tool_parsers import PARSERS, Parser, typed_arguments
+from lightrl.rollout.written_calls import ToolCall
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
