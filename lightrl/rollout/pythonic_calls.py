@@ -59,7 +59,8 @@ def _value(node: ast.expr) -> Any:
     if isinstance(node, ast.List | ast.Tuple):
         return [_value(item) for item in node.elts]
     if isinstance(node, ast.Dict):
-        return {str(ast.literal_eval(key)): _value(value) for key, value in zip(node.keys, node.values, strict=True) if key}
+        pairs = zip(node.keys, node.values, strict=True)  # of `**other` the key is None, and is left out
+        return {str(ast.literal_eval(key)): _value(value) for key, value in pairs if key}
     value = ast.literal_eval(node)
     if not isinstance(value, str | int | float | None):
         raise ValueError(f"{ast.unparse(node)} is no value of JSON")
