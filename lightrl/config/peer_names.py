@@ -71,6 +71,7 @@ _OURS = {
     "top_entropy_quantile": "--algorithm.entropy_fraction",
     "train_batch_size": "--num_minibatches (samples of a step / samples of an update)",
     "train_max_tokens_per_gpu": "--max_tokens_per_microbatch",
+    "use_bias_correction_kl": "--algorithm.kl_weighted True --algorithm.kl_gradient kl",
     "use_dynamic_batch": "--max_tokens_per_microbatch (always on)",
     "use_kl_loss": "--algorithm.kl_coef (always in the loss of GRPO)",
     "use_vllm": "--engine vllm",

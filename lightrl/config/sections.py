@@ -63,6 +63,9 @@ class AlgorithmConfig:
         "own", check=partial(check_needed, "algorithm.kl_gradient", "algorithm.kl_coef")
     )
     """Gradient of the KL penalty. own: the gradient of the estimator. kl: the gradient of the KL itself."""
+    kl_weighted: bool = option(False, check=partial(check_needed, "algorithm.kl_weighted", "algorithm.kl_coef"))
+    """Weight the KL of a token by the ratio of the policy to the one that sampled it, so that it stays right in later
+    updates of a step. With --algorithm.kl_gradient kl this is the estimate of DeepSeek-V3.2."""
     kl_target: float = option(0.0, at_least=0)
     """Mean KL per trained token that kl_coef is steered to: after each step it grows while the KL is above the target
     and shrinks while it is below (Ziegler 2019). 0: kl_coef stays as given."""
@@ -165,10 +168,10 @@ class PPOAlgorithmConfig(AlgorithmConfig):
             raise ValueError(
                 f"--algorithm.kl_in_reward {self.kl_in_reward} needs a --algorithm.kl_coef above 0. Use 0.01."
             )
-        if (self.kl_estimator, self.kl_gradient) != ("k3", "own"):
+        if (self.kl_estimator, self.kl_gradient, self.kl_weighted) != ("k3", "own", False):
             raise ValueError(
-                "--algorithm.kl_estimator and --algorithm.kl_gradient apply to the KL in the loss, and "
-                f"--algorithm.kl_in_reward {self.kl_in_reward} takes it out of there. Leave them out."
+                "--algorithm.kl_estimator, --algorithm.kl_gradient and --algorithm.kl_weighted apply to the KL in the "
+                f"loss, and --algorithm.kl_in_reward {self.kl_in_reward} takes it out of there. Leave them out."
             )
 
     def check_reward_at(self, rewards: Collection[str]) -> None:

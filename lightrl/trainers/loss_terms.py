@@ -112,6 +112,7 @@ class KLToReference(LossTerm):
             mask=micro.tokens.mask,
             kind=self._config.kl_estimator,
             gradient=self._config.kl_gradient,
+            old=micro.tokens.old_logprobs if self._config.kl_weighted else None,
         )
         micro.statistics.mean("kl", float(kl.detach().sum()), 0)  # PolicyLoss counts the tokens
         return replace(loss, terms=add_kl(loss.terms, kl, coef=self._coefficients.kl)) if self._in_loss else loss
