@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from lightrl.config import GRPOConfig, PPOConfig
+from lightrl.config import DPOConfig, GRPOConfig, PPOConfig, RMConfig, SFTConfig
 from lightrl.config.options import option_names
 from lightrl.testing import run_program
 
@@ -51,7 +51,8 @@ def test_options_in_place_of_those_of_other_trainers_exist() -> None:
     rows = re.findall(r"^\| (?!---).+ \| (.+) \|$", (ROOT / "docs" / "coming_from.md").read_text(), re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"--([a-z_.]+)", row)}
     assert len(named) > 50
-    assert sorted(named - {*option_names(GRPOConfig), *option_names(PPOConfig)}) == []
+    kinds = (GRPOConfig, PPOConfig, SFTConfig, RMConfig, DPOConfig)
+    assert sorted(named - {option for kind in kinds for option in option_names(kind)}) == []
 
 
 def test_every_package_has_a_reference() -> None:

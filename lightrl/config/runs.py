@@ -441,6 +441,8 @@ class DPOConfig(PairConfig):
     """Share of pairs whose labels are taken to be wrong. Loss sigmoid only."""
     length_normalized: bool = False
     """Compare the mean of an answer's log-ratios over its tokens in place of their sum."""
+    nll_coef: float = option(0.0, at_least=0)
+    """Weight in the loss of the mean -log p of the chosen answer's tokens, which keeps it from becoming less likely."""
 
     def check(self) -> None:
         """Raises ValueError for an option of another loss."""

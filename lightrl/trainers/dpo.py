@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.losses import sequence_sums
+from lightrl.algorithms.losses import sequence_means, sequence_sums
 from lightrl.algorithms.preference import answer_log_ratios, pair_mean, preference_terms
 from lightrl.config import DPOConfig
 from lightrl.data.example_packing import pair_sequences
@@ -86,14 +86,14 @@ class DPOTrainer(Trainer):
         likelihoods = sequence_sums(trained, batch.sequence_index, num_answers).exp()
         statistics.mean("probability/chosen", float(likelihoods[chosen].sum()), len(chosen))
         statistics.mean("probability/rejected", float(likelihoods[rejected].sum()), len(rejected))
-        return pair_mean(
-            preference_terms(
-                config.loss,
-                ratios[chosen] - ratios[rejected],
-                beta=config.beta,
-                label_smoothing=config.label_smoothing,
-            )
+        terms = preference_terms(
+            config.loss, ratios[chosen] - ratios[rejected], beta=config.beta, label_smoothing=config.label_smoothing
         )
+        if config.nll_coef:
+            means = sequence_means(output.logprobs, batch.loss_mask, batch.sequence_index, num_answers)
+            statistics.mean("nll/chosen", -float(means[chosen].detach().sum()), len(chosen))
+            terms = terms - config.nll_coef * means[chosen]
+        return pair_mean(terms)
 
     def _build_examples(self, records: Sequence[Any]) -> Sequence[Example]:
         data = self.config.data

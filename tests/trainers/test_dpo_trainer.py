@@ -19,14 +19,20 @@ Options = Callable[[str], dict[str, Any]]
 ReadMetrics = Callable[[Path], list[dict[str, Any]]]
 
 
-@pytest.mark.parametrize("length_normalized", [False, True])
+@pytest.mark.parametrize(("length_normalized", "nll_coef"), [(False, 0.0), (True, 0.5)])
 def test_the_training_is_that_of_plain_pytorch(
-    toy: Path, offline_flags: Options, metrics_of: ReadMetrics, tmp_path: Path, length_normalized: bool
+    toy: Path,
+    offline_flags: Options,
+    metrics_of: ReadMetrics,
+    tmp_path: Path,
+    length_normalized: bool,
+    nll_coef: float,
 ) -> None:
     policy, tokenizer = plain_offline.load(toy / "model")
     reference, _ = plain_offline.load(toy / "model")
     beta, smoothing = 2.0, 0.1
     margins: list[torch.Tensor] = []
+    likelihoods: list[float] = []
 
     def log_ratio(prompt: str, answer: str) -> torch.Tensor:
         with torch.no_grad():
@@ -38,7 +44,10 @@ def test_the_training_is_that_of_plain_pytorch(
         found = torch.stack([log_ratio(p, c) - log_ratio(p, r) for p, c, r in plain_offline.PAIRS])
         margins.append(beta * found.detach())
         right, wrong = F.logsigmoid(beta * found), F.logsigmoid(-beta * found)
-        return -((1 - smoothing) * right + smoothing * wrong).mean()
+        preference = -((1 - smoothing) * right + smoothing * wrong).mean()
+        chosen = [plain_offline.answer_logprobs(policy, tokenizer, p, c).mean() for p, c, _ in plain_offline.PAIRS]
+        likelihoods.append(-float(torch.stack(chosen).detach().mean()))
+        return preference - nll_coef * torch.stack(chosen).mean()
 
     plain = plain_offline.train(policy, loss_fn, steps=3, lr=1e-2)
     config = DPOConfig(
@@ -46,6 +55,7 @@ def test_the_training_is_that_of_plain_pytorch(
         beta=beta,
         label_smoothing=smoothing,
         length_normalized=length_normalized,
+        nll_coef=nll_coef,
         micro_batch_size=2,
         output_dir=str(tmp_path / "run"),
         eval=ExampleEvalConfig(every=0),
@@ -53,7 +63,10 @@ def test_the_training_is_that_of_plain_pytorch(
     )
     DPOTrainer(config).fit()
     rows = metrics_of(tmp_path / "run")
-    assert rows[0]["loss"] == pytest.approx(math.log(2), rel=1e-6)  # policy and reference are one model yet
+    # policy and reference are one model yet
+    assert rows[0]["loss"] == pytest.approx(math.log(2) + nll_coef * likelihoods[0], rel=1e-6)
+    if nll_coef:
+        assert [row["nll/chosen"] for row in rows] == pytest.approx(likelihoods, rel=1e-5)
     assert [row["loss"] for row in rows] == pytest.approx(plain.losses, rel=1e-5)
     assert [row["grad_norm"] for row in rows] == pytest.approx(plain.norms, rel=1e-4)
     assert [row["margin"] for row in rows] == pytest.approx([float(m.mean()) for m in margins], rel=1e-4, abs=1e-6)
