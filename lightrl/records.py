@@ -249,11 +249,14 @@ class Answer:
     prompt_ids: tuple[int, ...]  # up to the first trained token
     response_ids: tuple[int, ...]
     loss_mask: tuple[bool, ...]  # one per response token, True = trained
+    images: tuple[str, ...] = ()  # paths, in the order of their placeholders; prompt_ids has one placeholder for each
+    videos: tuple[str, ...] = ()
+    num_media_tokens: int = 0  # tokens that images and videos add beyond their placeholders
 
     @property
     def num_tokens(self) -> int:
         """Tokens of prompt and response."""
-        return len(self.prompt_ids) + len(self.response_ids)
+        return len(self.prompt_ids) + self.num_media_tokens + len(self.response_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -301,6 +301,11 @@ class PromptFieldsConfig:
     """File with a chat template (Jinja) to use in place of the tokenizer's. The saved model has it too."""
     chat_template_args: tuple[str, ...] = option((), check=template_arguments)
     """Variables of the chat template as name=value, such as enable_thinking=false."""
+    image_field: str = "images"
+    """Field with the path of an image or a list of paths, relative to the data file. Empty: read no images."""
+    video_field: str = "videos"
+    """Field with the path of a video or a list of paths: .npy arrays [frames, height, width, 3] of uint8, or animated
+    .gif or .webp files. Empty: read no videos."""
     stream: bool = option(False, resume="free")
     """Leave the training data on disk and read a line when it is drawn, for data that memory cannot hold: .jsonl and
     .parquet files, folders and hf:. Every line is still checked at the start. Order and results stay the same."""
@@ -308,18 +313,13 @@ class PromptFieldsConfig:
 
 @dataclass(kw_only=True, slots=True)
 class DataConfig(PromptFieldsConfig):
-    """How a line of a data file becomes a prompt with an answer and media."""
+    """How a line of a data file becomes a prompt with an answer."""
 
     prompt_field: str = "prompt"
     """Field of a line that holds the prompt: a string, or a list of chat messages. If a line has no such field, its
     field "messages" is read."""
     answer_field: str = "answer"
     """Field that the reward compares with. A field inside another is named as reward_model.ground_truth."""
-    image_field: str = "images"
-    """Field with the path of an image or a list of paths, relative to the data file. Empty: read no images."""
-    video_field: str = "videos"
-    """Field with the path of a video or a list of paths: .npy arrays [frames, height, width, 3] of uint8, or animated
-    .gif or .webp files. Empty: read no videos."""
     curriculum: str = ""
     """Function that weighs the prompts by the results so far, as package.module:function, or half_solved, which prefers
     prompts that are solved about half the time. Empty: every prompt once in each epoch."""

@@ -31,7 +31,9 @@ def pack_examples(
         for example in examples
         for index, answer in enumerate(example.answers)
     }
-    experiences = [_as_experience(example, index) for example in examples for index in range(len(example.answers))]
+    experiences = [
+        _as_experience(example, index, encode) for example in examples for index in range(len(example.answers))
+    ]
     return pack(
         experiences, temperature=1.0, old_logprobs=None, ref_logprobs=ref_logprobs, loss_mask=masks, encode=encode
     )
@@ -51,12 +53,20 @@ def pair_sequences(batch: PackedBatch) -> tuple[Tensor, Tensor]:
     return indices[0], indices[1]
 
 
-def _as_experience(example: Example, index: int) -> Experience:
+def _as_experience(example: Example, index: int, encode: Callable[[Prompt], EncodedPrompt] | None) -> Experience:
     """Wraps an answer as a sample, although nobody sampled it: its logprobs are 0, and it has no versions."""
     answer = example.answers[index]
-    sample = Sample(
+    prompt = Prompt(
         # pack() treats prompts with the same index as one prompt, but the prompts of two conversations differ.
-        prompt=Prompt(index=example.index * len(example.answers) + index, text="", token_ids=answer.prompt_ids),
+        index=example.index * len(example.answers) + index,
+        text="",
+        token_ids=answer.prompt_ids,
+        images=answer.images,
+        videos=answer.videos,
+    )
+    sample = Sample(
+        prompt=prompt,
+        prompt_ids=encode(prompt).token_ids if encode and answer.num_media_tokens else (),
         position=example.position,
         sample_index=index,
         response_ids=answer.response_ids,

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightrl.data.json_records import LocatedRecord, Record, field_names
+from lightrl.data.media_fields import MediaFields, with_media
 from lightrl.data.prompts import ChatTemplateUse, require_message, shorten, tokenize_raw
 from lightrl.data.streamed import make_each, select
 from lightrl.models.chat_text import called_names, render, tools_of, warn_of_thoughts
-from lightrl.records import Answer, Example, inner_value
+from lightrl.records import Answer, Example, Prompt, inner_value
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,7 +32,6 @@ class ExampleFields:
     chosen: str = "chosen"
     rejected: str = "rejected"
     margin: str = ""  # read no margins
-    media: tuple[str, ...] = ("images", "videos")  # refused: these trainers learn from text alone
 
 
 class ExampleBuilder:
@@ -43,6 +43,7 @@ class ExampleBuilder:
         chat_template: whether a prompt that is a string becomes one user message; "auto": if the tokenizer has a
             template. Messages are always rendered with the template.
         train_on: "all" trains every assistant turn of a conversation, "last" only the last one.
+        media: the images and videos to show with a prompt; None refuses those of the usual fields.
         is_scored: whether a conversation is to be scored instead. It then ends as its template writes it, which is what
             programs give a reward model: not always with an end token, and perhaps with a line break after it.
     """
@@ -55,12 +56,17 @@ class ExampleBuilder:
         chat_template: ChatTemplateUse = "auto",
         train_on: Literal["all", "last"] = "all",
         is_scored: bool = False,
+        media: MediaFields | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._media = media or MediaFields()
+        self._renderer: Any = self._media.processor.processor if self._media.processor else tokenizer
         self._fields = fields
         self._train_on = train_on
         self._is_scored = is_scored
-        self._renders_strings = chat_template == "always" or (chat_template == "auto" and bool(tokenizer.chat_template))
+        self._renders_strings = chat_template == "always" or (
+            chat_template == "auto" and bool(self._renderer.chat_template)
+        )
         self._special_ids = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
 
     # ---- Records -----------------------------------------------------------------------------------------------
@@ -75,7 +81,6 @@ class ExampleBuilder:
 
     def _response(self, index: int, located: LocatedRecord) -> Example:
         record, where = located
-        self._refuse_media(record, where)
         return Example(index=index, where=where, answers=(self._only_answer(record, where),))
 
     def _only_answer(self, record: Record, where: str) -> Answer:
@@ -83,8 +88,8 @@ class ExampleBuilder:
         if record.get(fields.response) is not None:
             return self._answer(record, where, fields.response, self._train_on)
         if record.get("messages") is not None:
-            messages = _messages(record["messages"], where, "messages")
-            return self._conversation(messages, tools_of(record, where), where, self._train_on)
+            messages = self._messages(record["messages"], where, "messages")
+            return self._conversation(messages, record, "messages", where, self._train_on)
         raise ValueError(
             f"{where}: the record has neither {fields.response!r} nor 'messages', only {field_names(record)}. Name the "
             "field that holds the response by --data.response_field."
@@ -92,7 +97,6 @@ class ExampleBuilder:
 
     def _pair(self, index: int, located: LocatedRecord) -> Example:
         record, where = located
-        self._refuse_media(record, where)
         fields = self._fields
         for option in ("chosen", "rejected"):
             if record.get(getattr(fields, option)) is None:
@@ -113,9 +117,9 @@ class ExampleBuilder:
         """Encodes a field that holds a string, the messages that follow the prompt, or a whole conversation."""
         value, prompt = record[field], record.get(self._fields.prompt)
         if isinstance(value, list):
-            answer = _messages(value, where, field)
+            answer = self._messages(value, where, field)
             if answer[0]["role"] != "assistant":
-                return self._conversation(answer, tools_of(record, where), where, train_on)
+                return self._conversation(answer, record, field, where, train_on)
         elif isinstance(value, str):
             if not value.strip():
                 raise ValueError(f"{where}: {field!r} is empty: an answer must hold text.")
@@ -128,26 +132,46 @@ class ExampleBuilder:
                 f"{field_names(record)}. Name the field that holds the prompt by --data.prompt_field."
             )
         if isinstance(prompt, str) and not self._renders_strings and isinstance(value, str):
-            return self._encode([prompt, value], where, lambda text: tokenize_raw(text, self._tokenizer))
+            plain = self._encode([prompt, value], where, lambda text: tokenize_raw(text, self._tokenizer))
+            return self._shown(plain, record, self._fields.prompt, where)
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
-        messages = _messages(prompt, where, self._fields.prompt) + answer
-        return self._conversation(messages, tools_of(record, where), where, train_on)
+        messages = self._messages(prompt, where, self._fields.prompt) + answer
+        return self._conversation(messages, record, self._fields.prompt, where, train_on)
 
-    def _refuse_media(self, record: Record, where: str) -> None:
-        named = [field for field in self._fields.media if field and record.get(field)]
-        if named:
+    def _messages(self, value: Any, where: str, field: str) -> Messages:
+        if not isinstance(value, list) or not value:
+            raise ValueError(f'{where}: {field!r} must be a list of messages, each {{"role": ..., "content": ...}}.')
+        return [self._message(message, f"{where}: {field}[{index}]") for index, message in enumerate(value)]
+
+    def _message(self, given: Any, where: str) -> Record:
+        """Returns a message of the user, or an answer as a string, whose parts are joined."""
+        message = require_message(given, where, takes_parts=self._media.processor is not None)
+        if message["role"] != "assistant" or isinstance(message["content"], str):
+            return message
+        if any(part["type"] != "text" for part in message["content"]):
+            raise ValueError(f"{where} is an answer with an image or a video: an answer must hold text.")
+        return {**message, "content": "".join(part["text"] for part in message["content"])}
+
+    def _shown(self, answer: Answer, record: Record, field: str, where: str) -> Answer:
+        """Adds the images and videos of the record, which must all stand before the first trained token."""
+        processor = self._media.processor
+        if processor and not {processor.image_token_id, processor.video_token_id}.isdisjoint(answer.response_ids):
             raise ValueError(
-                f"{where}: {named[0]!r} names images or videos, and only text is trained on here. Leave them out."
+                f"{where}: an image or a video stands behind the first answer that is trained on, where none can be "
+                "shown. Use --data.train_on last, or leave the answers before it out."
             )
+        prompt = Prompt(index=0, text="", token_ids=answer.prompt_ids)
+        prompt = with_media(prompt, record, field, where, self._media)
+        return replace(answer, images=prompt.images, videos=prompt.videos, num_media_tokens=prompt.num_media_tokens)
 
     # ---- Text to tokens ----------------------------------------------------------------------------------------
 
     def _conversation(
-        self, messages: Messages, tools: list[Record], where: str, train_on: Literal["all", "last"]
+        self, messages: Messages, record: Record, field: str, where: str, train_on: Literal["all", "last"]
     ) -> Answer:
         """Cuts the rendered text at the beginning and end of each trained turn; drops the text after the last turn."""
-        if not self._tokenizer.chat_template:
+        if not self._renderer.chat_template:
             raise ValueError(
                 f"{where}: messages are rendered by a chat template, and the tokenizer has none. Use a model that has "
                 "one, or give prompt and response as strings."
@@ -161,6 +185,9 @@ class ExampleBuilder:
             raise ValueError(f"{where}: every message of the assistant has the weight 0, so there is nothing to learn.")
         if not all(messages[turn]["content"].strip() or messages[turn].get("tool_calls") for turn in turns):
             raise ValueError(f"{where}: an answer is empty. It must hold text.")
+        tools = tools_of(record, where)
+        if self._media.processor:
+            messages = self._media.in_parts(messages, record, field)
         text = self._render(messages[: turns[-1] + 1], tools, where)
         parts: list[str] = []
         done = 0
@@ -181,11 +208,11 @@ class ExampleBuilder:
             done = len(after)
         if self._is_scored:
             parts[-1] += text[done:]
-        return self._encode(parts, where, self._tokenize, has_end=self._is_scored)
+        return self._shown(self._encode(parts, where, self._tokenize, has_end=self._is_scored), record, field, where)
 
     def _render(self, messages: Messages, tools: list[Record], where: str, **settings: Any) -> str:
         try:
-            return render(self._tokenizer, messages, tools, **settings)
+            return render(self._renderer, messages, tools, **settings)
         except Exception as error:  # a template raises what it likes, for roles that do not alternate for example
             raise ValueError(f"{where}: the tokenizer's chat template refuses the messages: {error}") from error
 
@@ -297,14 +324,6 @@ def keep_fitting(
         raise ValueError(f"All {len(examples)} examples have more than {max_tokens} tokens: none is left.")
     kept = examples if len(fitting) == len(examples) else select(examples, fitting)
     return kept, len(examples) - len(fitting)
-
-
-def _messages(value: Any, where: str, field: str) -> Messages:
-    if not isinstance(value, list) or not value:
-        raise ValueError(f'{where}: {field!r} must be a list of messages, each {{"role": ..., "content": ...}}.')
-    return [
-        require_message(message, f"{where}: {field}[{index}]", takes_parts=False) for index, message in enumerate(value)
-    ]
 
 
 def _margin(value: Any, where: str) -> float:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from lightrl.data.held_images import as_files
 from lightrl.data.json_records import Record
-from lightrl.data.media import absolute_paths, image_size, media_folder, video_size
+from lightrl.data.media import absolute_paths, image_size, in_parts, media_folder, video_size
 from lightrl.models.multimodal import FAMILIES, MediaProcessor
 from lightrl.records import Prompt
 
@@ -36,10 +36,15 @@ class MediaFields:
             return field, record.get(field) if field else None
         if record.get(kind) not in _NOTHING:
             return kind, record[kind]
-        return prompt_field, list(_in_parts(record[prompt_field], kind)) or None
+        return prompt_field, list(_held_by_parts(record[prompt_field], kind)) or None
+
+    def in_parts(self, messages: list[Record], record: Record, prompt_field: str) -> list[Record]:
+        """Returns messages as parts where their texts name the places of the record's images by <image>."""
+        kinds = [kind for kind in KINDS if self.named(record, prompt_field, kind)[1]]
+        return [message if message["role"] == "assistant" else in_parts(message, kinds) for message in messages]
 
 
-def _in_parts(messages: Any, kind: Kind) -> Iterator[Any]:
+def _held_by_parts(messages: Any, kind: Kind) -> Iterator[Any]:
     """Yields what the parts of messages hold: `path`, `url`, one named as its kind, or the `image_url` of OpenAI."""
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content")

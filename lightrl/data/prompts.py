@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from lightrl.builtin.task import BUILTIN_TASKS, HELD_OUT
 from lightrl.data.json_records import LocatedRecord, Record, field_names
-from lightrl.data.media import in_parts
-from lightrl.data.media_fields import KINDS, MediaFields, with_media
+from lightrl.data.media_fields import MediaFields, with_media
 from lightrl.data.mixture import files_of, parts_of
 from lightrl.data.reasoning_tasks import PREFIX, reasoning_records
 from lightrl.data.record_files import ACCEPTED_SOURCES, load_from_disk, load_from_hub
@@ -193,8 +192,7 @@ def _render(
             "has one, or give the prompt as a string with --data.chat_template never."
         )
     if media is not None and media.processor:
-        kinds = [kind for kind in KINDS if media.named(record, field, kind)[1]]
-        messages = [in_parts(message, kinds) for message in messages]
+        messages = media.in_parts(messages, record, field)
     try:
         return render(renderer, messages, tools_of(record, where), add_generation_prompt=True)
     except Exception as error:  # a template raises what it likes, for roles that do not alternate for example

@@ -27,6 +27,7 @@ from lightrl.trainers.offline import (
     Examples,
     describe_pairs,
     load_policy,
+    media_of,
     pair_weight,
     prepare_to_train,
 )
@@ -98,4 +99,5 @@ class DPOTrainer(Trainer):
     def _build_examples(self, records: Sequence[Any]) -> Sequence[Example]:
         data = self.config.data
         fields = ExampleFields(prompt=data.prompt_field, chosen=data.chosen_field, rejected=data.rejected_field)
-        return ExampleBuilder(self.run.tokenizer, fields, chat_template=data.chat_template).pairs(records)
+        builder = ExampleBuilder(self.run.tokenizer, fields, chat_template=data.chat_template, media=media_of(self.run))
+        return builder.pairs(records)

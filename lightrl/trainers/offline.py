@@ -14,10 +14,10 @@ from lightrl.data.balance import assign_to_ranks
 from lightrl.data.chat_arguments import uses_template, warn_of_date
 from lightrl.data.example_packing import pack_examples, pair_positions
 from lightrl.data.examples import keep_fitting
+from lightrl.data.media_fields import MediaFields
 from lightrl.data.prompts import unknown_tokens
 from lightrl.data.sampler import PromptSampler
 from lightrl.metrics import Statistics
-from lightrl.models.multimodal import MediaProcessor
 from lightrl.models.policy import Policy
 from lightrl.records import Example, PackedBatch
 from lightrl.trainers.fit import StepReport, Trainer
@@ -173,8 +173,6 @@ def _keep_fitting(run: RunContext, examples: Sequence[Example], ends: set[int]) 
         for answer in example.answers:
             if max(token_ids := (*answer.prompt_ids, *answer.response_ids)) >= run.vocab_size:
                 raise unknown_tokens(token_ids, run.tokenizer, run.vocab_size, f"{example.where}: the example")
-        if run.media is not None:
-            _require_text_alone(run.media, example)
     run.longest_sequences.append(longest_answer)
     if longest and not config.micro_batch_size and longest.num_tokens > config.max_tokens_per_microbatch:
         raise ValueError(
@@ -184,13 +182,10 @@ def _keep_fitting(run: RunContext, examples: Sequence[Example], ends: set[int]) 
     return fitting, num_skipped
 
 
-def _require_text_alone(media: MediaProcessor, example: Example) -> None:
-    """Raises ValueError for the placeholder of an image or a video in a prompt, since there is none to show."""
-    try:
-        for answer in example.answers:
-            media.expanded(answer.prompt_ids, images=(), videos=())
-    except ValueError as error:
-        raise ValueError(f"{example.where}: {error} Only text is trained on here.") from error
+def media_of(run: RunContext) -> MediaFields:
+    """Returns the fields of a line that name images and videos, with the processor of a model that takes them."""
+    data = run.config.data
+    return MediaFields(image_field=data.image_field, video_field=data.video_field, processor=run.media)
 
 
 # ---- Models and losses -----------------------------------------------------------------------------------------------

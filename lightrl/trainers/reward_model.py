@@ -24,6 +24,7 @@ from lightrl.trainers.offline import (
     ExampleLearner,
     Examples,
     describe_pairs,
+    media_of,
     pair_weight,
     prepare_to_train,
 )
@@ -89,5 +90,7 @@ class RMTrainer(Trainer):
         fields = ExampleFields(
             prompt=data.prompt_field, chosen=data.chosen_field, rejected=data.rejected_field, margin=data.margin_field
         )
-        builder = ExampleBuilder(self.run.tokenizer, fields, chat_template=data.chat_template, is_scored=True)
+        builder = ExampleBuilder(
+            self.run.tokenizer, fields, chat_template=data.chat_template, is_scored=True, media=media_of(self.run)
+        )
         return builder.pairs(records)

@@ -20,6 +20,7 @@ from lightrl.trainers.offline import (
     ExampleLearner,
     Examples,
     load_policy,
+    media_of,
     prepare_to_train,
 )
 from lightrl.trainers.run import RunContext
@@ -70,5 +71,11 @@ class SFTTrainer(Trainer):
     def _build_examples(self, records: Sequence[Any]) -> Sequence[Example]:
         data = self.config.data
         fields = ExampleFields(prompt=data.prompt_field, response=data.response_field)
-        builder = ExampleBuilder(self.run.tokenizer, fields, chat_template=data.chat_template, train_on=data.train_on)
+        builder = ExampleBuilder(
+            self.run.tokenizer,
+            fields,
+            chat_template=data.chat_template,
+            train_on=data.train_on,
+            media=media_of(self.run),
+        )
         return builder.responses(records)

@@ -192,7 +192,7 @@ def test_pairs_may_have_a_margin() -> None:
         ({"messages": []}, "'messages' must be a list of messages"),
         ({"messages": [{"role": "user"}]}, "messages[0] is {'role': 'user'}"),
         ({"messages": [user("a")]}, "no message is the assistant's"),
-        ({"prompt": "a", "response": "b", "images": ["x.png"]}, "'images' names images or videos"),
+        ({"prompt": "a", "response": "b", "images": ["x.png"]}, "'images' names images, and the model takes none"),
     ],
 )
 def test_a_bad_record_is_told_with_its_place(record: dict[str, Any], text: str) -> None:

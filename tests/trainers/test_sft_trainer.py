@@ -12,7 +12,6 @@ from typing import Any
 import plain_offline
 import pytest
 import torch
-from tiny_vlm import IMAGE, save_tiny_vlm
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from lightrl.builtin.task import EOS, PAD, VOCABULARY
@@ -122,14 +121,3 @@ def test_the_trained_model_stops_at_the_end_token_of_its_tokenizer(
     for saved in ("final", "exports/step-1"):
         ends = GenerationConfig.from_pretrained(run / saved).eos_token_id
         assert ends == sorted(map(VOCABULARY.index, (EOS, PAD)))
-
-
-def test_a_placeholder_without_an_image_is_refused_at_the_start(tmp_path: Path) -> None:
-    save_tiny_vlm(tmp_path / "model", "qwen2_5_vl")
-    rows = [{"prompt": "say Y", "response": "Y"}, {"prompt": f"{IMAGE} say", "response": "no"}]
-    (tmp_path / "data.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    config = SFTConfig(
-        model=str(tmp_path / "model"), train_data=str(tmp_path / "data.jsonl"), output_dir=str(tmp_path / "run")
-    )
-    with pytest.raises(ValueError, match=r"data\.jsonl:2: the prompt has 1 image placeholder.* Only text is trained"):
-        SFTTrainer(config)

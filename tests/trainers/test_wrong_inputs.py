@@ -139,7 +139,10 @@ EXAMPLE_LINES: dict[str, tuple[str, str]] = {
     "an escaped NUL": (r'{"prompt": "1", "response": "\u0000"}', "the tokenizer cannot read the text"),
     "20 MB": ('{"prompt": "1", "response": "' + "1" * 20_000_000 + '"}', "20,000,001 characters"),
     "messages without a template": ('{"messages": [{"role": "assistant", "content": "1"}]}', "the tokenizer has none"),
-    "images": ('{"prompt": "1", "response": "2", "images": ["a.png"]}', "only text is trained on here"),
+    "images": (
+        '{"prompt": "1", "response": "2", "images": ["a.png"]}',
+        "'images' names images, and the model takes none",
+    ),
 }
 PAIR_LINES: dict[str, tuple[str, str]] = {
     "no rejected": ('{"prompt": "1", "chosen": "2"}', "has no 'rejected'"),
