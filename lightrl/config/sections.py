@@ -64,8 +64,8 @@ class AlgorithmConfig:
     )
     """Gradient of the KL penalty. own: the gradient of the estimator. kl: the gradient of the KL itself."""
     kl_weighted: bool = option(False, check=partial(check_needed, "algorithm.kl_weighted", "algorithm.kl_coef"))
-    """Weight the KL of a token by the ratio of the policy to the one that sampled it, so that it stays right in later
-    updates of a step. With --algorithm.kl_gradient kl this is the estimate of DeepSeek-V3.2."""
+    """Weight the KL of a token by the ratio that the policy loss has, so that its estimate stays right in later updates
+    of a step. With --algorithm.kl_gradient kl this is the estimate of DeepSeek-V3.2."""
     kl_target: float = option(0.0, at_least=0)
     """Mean KL per trained token that kl_coef is steered to: after each step it grows while the KL is above the target
     and shrinks while it is below (Ziegler 2019). 0: kl_coef stays as given."""
