@@ -99,6 +99,16 @@ def corrected(loss: TokenLoss, weights: Tensor) -> TokenLoss:
     return replace(loss, terms=torch.where(weights > 0, loss.terms, 0.0) * weights)
 
 
+def far_off_policy(tokens: OffPolicyTokens, advantages: Tensor, *, threshold: float) -> Tensor:
+    """Returns the tokens, [N] bool, of sequences of which DeepSeek-V3.2 learns nothing (arXiv:2512.02556, eq. 9).
+
+    Their mean advantage is negative, and the mean of log(sampler / trainer) over their trained tokens, an estimate of
+    the KL, is above the threshold. A policy that no longer writes such a sequence need not be pushed away from it.
+    """
+    means = sequence_means(advantages, tokens.mask, tokens.sequence_index, tokens.num_sequences)
+    return (means[tokens.sequence_index] < 0) & (-tokens.log_ratio("geometric") > threshold)
+
+
 def interpolated_logprobs(
     logprobs: Tensor, sampler_logprobs: Tensor, *, versions: Tensor, proximal_version: int, current_version: int
 ) -> Tensor:

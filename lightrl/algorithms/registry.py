@@ -63,7 +63,7 @@ BUILTIN: dict[Kind, dict[str, str]] = {
         "dppo_tv",
         "dppo_kl",
     )
-    | _named("sequence_losses", "gspo", "gspo_token", "gmpo")
+    | _named("sequence_losses", "gspo", "gspo_token", "gmpo", "vespo")
     | _named("selection", "clip_cov", "kl_cov"),
     "aggregation": _named(
         "losses", "token_mean", "sequence_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm"

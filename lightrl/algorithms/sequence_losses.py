@@ -6,9 +6,21 @@ spans two micro-batches. The means are over trained tokens. MAX_LOG_RATIO bounds
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from lightrl.algorithms.losses import MAX_LOG_RATIO, PolicyTokens, TokenLoss, clipped_terms, token_loss
+from lightrl.algorithms.losses import (
+    MAX_LOG_RATIO,
+    PolicyTokens,
+    TokenLoss,
+    clipped_terms,
+    sequence_sums,
+    token_loss,
+)
+from lightrl.algorithms.ranges import NotNegative, Positive
+
+_MIN_LOG_WEIGHT = math.log(1e-8)  # of vespo's sequences
 
 
 def gspo(tokens: PolicyTokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLoss:
@@ -54,3 +66,26 @@ def gmpo(tokens: PolicyTokens, *, clip_low: float = 0.4, clip_high: float = 0.4)
     sequence_log_ratio = tokens.per_sequence(pessimistic).clamp(max=MAX_LOG_RATIO)
     terms = -torch.exp(sequence_log_ratio) * tokens.per_sequence(advantages)
     return token_loss(terms, tokens.log_ratio, is_held & (advantages != 0), tokens.mask)
+
+
+def vespo(
+    tokens: PolicyTokens,
+    *,
+    k_pos: NotNegative = 2.0,
+    lambda_pos: Positive = 3.0,
+    k_neg: NotNegative = 3.0,
+    lambda_neg: Positive = 2.0,
+) -> TokenLoss:
+    """Computes -sg(e^lambda w^k e^(-lambda w)) A log policy, w the product of a sequence's ratios (arXiv:2602.10693).
+
+    The weight is 1 at w = 1 and falls smoothly on both sides. k and lambda depend on the sign of the sequence's mean A.
+    """
+    advantages = tokens.masked_advantages
+    sums = sequence_sums(tokens.log_ratio.detach(), tokens.sequence_index, tokens.num_sequences)
+    log_w = sums.clamp(_MIN_LOG_WEIGHT, MAX_LOG_RATIO)[tokens.sequence_index]
+    is_good = tokens.per_sequence(advantages) >= 0
+    k, rate = torch.where(is_good, k_pos, k_neg), torch.where(is_good, lambda_pos, lambda_neg)
+    weights = torch.exp(rate + k * log_w - rate * log_w.exp())
+    logprobs = torch.where(tokens.mask, tokens.logprobs, 0.0)
+    terms = -weights * advantages * logprobs
+    return token_loss(terms, tokens.log_ratio, torch.zeros_like(tokens.mask), tokens.mask)

@@ -52,6 +52,7 @@ _OURS = {
     "n_samples_per_prompt": "--group_size",
     "num_generations": "--group_size",
     "num_iterations": "--num_epochs",
+    "off_policy_mask_threshold": "--algorithm.off_policy_mask",
     "peft_config": "--lora.rank and --lora.target_modules",
     "per_device_train_batch_size": "--num_prompts times --group_size, over all ranks, or --micro_batch_size for memory",
     "pretrain": "--model",

@@ -24,8 +24,8 @@ class AlgorithmConfig:
     advantage_args: tuple[str, ...] = ()
     """Parameters of the advantage as name=value, such as normalize_std=false of grpo. docs/algorithms.md lists all."""
     loss: str = "ppo_clip"
-    """Policy loss: ppo_clip, policy_gradient, gspo, gspo_token, gmpo, cispo, sapo, cpgd, clip_cov, kl_cov, dppo_tv,
-    dppo_kl, or your own as package.module:function."""
+    """Policy loss: ppo_clip, policy_gradient, gspo, gspo_token, gmpo, vespo, cispo, sapo, cpgd, clip_cov, kl_cov,
+    dppo_tv, dppo_kl, or your own as package.module:function."""
     clip_low: float | None = None
     """How far below 1 the ratio may fall before the loss clips it (a token's ratio; a response's for gspo). None: the
     loss's own bound, which is 0.2 for ppo_clip, cpgd and clip_cov, 0.4 for gmpo (of the log ratio), 1 for cispo, 3e-4
@@ -53,6 +53,9 @@ class AlgorithmConfig:
     your own as package.module:function."""
     correction_args: tuple[str, ...] = ()
     """Parameters of the correction, such as cap=2 of tis."""
+    off_policy_mask: float = option(0.0, at_least=0)
+    """Mean of log(engine / policy) over the tokens of a sequence with a negative advantage above which its policy loss
+    is left out (DeepSeek-V3.2). 0: none is. 0.5 is usual."""
     kl_coef: float = option(0.0, at_least=0)
     """Weight in the loss of the KL penalty to the frozen starting model. 0: load no reference model."""
     kl_estimator: Literal["k1", "k2", "k3"] = option(

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.corrections import Correction, OffPolicyTokens, corrected
+from lightrl.algorithms.corrections import Correction, OffPolicyTokens, corrected, far_off_policy
 from lightrl.algorithms.entropy import entropy_bonus
 from lightrl.algorithms.kl import add_kl, distillation_advantages, distillation_terms, kl_terms
 from lightrl.algorithms.losses import PolicyTokens, TokenLoss
@@ -96,6 +96,27 @@ class OffPolicyCorrection(LossTerm):
         return corrected(loss, correction.weights)
 
 
+class OffPolicyMask(LossTerm):
+    """Learns nothing from bad sequences that the policy has moved away from."""
+
+    def __init__(self, threshold: float) -> None:
+        self._threshold = threshold
+
+    def apply(self, loss: TokenLoss, micro: MicroBatch) -> TokenLoss:
+        """Sets the terms of such sequences to 0; the denominator still counts their tokens."""
+        tokens = micro.tokens
+        of_policy = OffPolicyTokens(
+            logprobs=tokens.logprobs,
+            sampler_logprobs=micro.batch.sampler_logprobs,
+            mask=tokens.mask,
+            sequence_index=tokens.sequence_index,
+            num_sequences=tokens.num_sequences,
+        )
+        is_far = far_off_policy(of_policy, tokens.masked_advantages, threshold=self._threshold) & tokens.mask
+        micro.statistics.mean("off_policy_masked", int(is_far.sum()), int(tokens.mask.sum()))
+        return replace(loss, terms=torch.where(is_far, 0.0, loss.terms))
+
+
 class KLToReference(LossTerm):
     """Measures the KL to the reference model and adds it to the loss, unless it is part of the rewards."""
 
@@ -173,6 +194,8 @@ def optional_terms(
         terms.append(EntropyFraction())
     if correct is not None:
         terms.append(OffPolicyCorrection(correct))
+    if config.off_policy_mask:
+        terms.append(OffPolicyMask(config.off_policy_mask))
     if config.kl_coef:
         terms.append(KLToReference(config, coefficients, in_loss=kl_in_loss))
     if config.entropy_coef or config.entropy_target:

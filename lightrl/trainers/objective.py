@@ -44,7 +44,7 @@ Trial: TypeAlias = Callable[[], tuple[Any, ...]]  # makes the arguments for a tr
 
 # If one of these options has another value, the loss has more terms than the policy loss, or follows a target.
 _OF_TERMS = ["kl_coef", "kl_target", "entropy_coef", "entropy_target", "entropy_fraction", "selection_args"]
-_OF_TERMS += ["correction", "correction_args", "proximal", "old_logprobs"]
+_OF_TERMS += ["correction", "correction_args", "off_policy_mask", "proximal", "old_logprobs"]
 
 
 class LossParts(TypedDict, total=False):
@@ -105,7 +105,8 @@ class PolicyLoss:
         if follows:
             self.coefficients = Coefficients(config)
         corrects = config.used_correction != "none" or bool(config.correction_args)
-        if config.entropy_fraction < 1 or corrects or config.kl_coef or config.entropy_coef or follows or distillation:
+        weighs = config.entropy_fraction < 1 or corrects or bool(config.off_policy_mask)
+        if weighs or config.kl_coef or config.entropy_coef or follows or distillation:
             self._terms = optional_terms(
                 config,
                 self.coefficients,

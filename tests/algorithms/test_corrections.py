@@ -13,6 +13,7 @@ from lightrl.algorithms.corrections import (
     Level,
     OffPolicyTokens,
     corrected,
+    far_off_policy,
     icepop,
     interpolated_logprobs,
     masked,
@@ -211,3 +212,16 @@ def test_what_is_not_finite_shows_in_the_weights(correct, value: float) -> None:
     assert weights.isnan().tolist() == [False, True]
     loss = corrected(ppo_clip(tokens_at([1.0, 1.0], [1.0, 1.0])), weights)
     assert loss.terms.isnan().tolist() == [False, True]
+
+
+def test_only_bad_sequences_that_the_policy_has_left_are_far() -> None:
+    # Mean of log(sampler / trainer): (log 4 + log 1) / 2 = 0.6931472 in the first two, log 4 = 1.3862944 of the one
+    # trained token in the third, and log 0.5 in the last.
+    tokens = off_policy([0.25, 1.0, 0.25, 1.0, 0.25, 9.0, 2.0], lengths=[2, 2, 2, 1], mask=[True] * 5 + [False, True])
+    advantages = torch.tensor([1.0, 1.0, -3.0, 1.0, -1.0, 0.0, -1.0], dtype=torch.float64)
+    found = [far_off_policy(tokens, advantages, threshold=threshold).tolist() for threshold in (0.6, 0.7, 1.4)]
+    assert found == [
+        [False, False, True, True, True, True, False],
+        [False, False, False, False, True, True, False],
+        [False] * 7,
+    ]

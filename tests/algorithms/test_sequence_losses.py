@@ -9,7 +9,7 @@ from packed_tokens import gradient_of, tokens_at
 from torch.testing import assert_close
 
 from lightrl.algorithms.losses import mean_loss, sequence_mean
-from lightrl.algorithms.sequence_losses import gmpo, gspo, gspo_token
+from lightrl.algorithms.sequence_losses import gmpo, gspo, gspo_token, vespo
 
 
 def double(*values: float) -> torch.Tensor:
@@ -132,3 +132,34 @@ def test_a_fully_masked_sequence_is_zero_over_garbage(loss) -> None:  # type: ig
     tokens = tokens_at([nan, nan, 2.0], [nan, 1.0, -1.0], lengths=[2, 1], mask=[False, False, True])
     assert_close(loss(tokens, clip_low=0.9, clip_high=0.9).terms, double(0.0, 0.0, 2.0), atol=1e-6, rtol=0)
     assert_close(gradient_of(loss, tokens, clip_low=0.9, clip_high=0.9), double(0.0, 0.0, 2.0), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "advantages", "slopes"),
+    [
+        ([2.0, 0.5], [1.5, 1.5], [-1.5, -1.5]),  # w = 1: weight 1
+        # w = 2. A 1: e^3 2^2 e^-6 = 4 e^-3 = 0.1991483; A -1: e^2 2^3 e^-4 = 8 e^-2 = 1.0826823
+        ([4.0, 0.5], [1.0, 1.0], [-0.1991483, -0.1991483]),
+        ([4.0, 0.5], [-1.0, -1.0], [1.0826823, 1.0826823]),
+        # w = 1/2. A 1: e^3 / 4 e^-1.5 = e^1.5 / 4 = 1.1204223; the mean of -3 and 1 is negative: e^2 / 8 e^-1 = e / 8 =
+        # 0.3397852
+        ([0.5, 1.0], [1.0, 1.0], [-1.1204223, -1.1204223]),
+        ([0.5, 1.0], [-3.0, 1.0], [1.0193557, -0.3397852]),
+    ],
+)
+def test_vespo_weighs_by_the_product_of_the_ratios(
+    ratios: list[float], advantages: list[float], slopes: list[float]
+) -> None:
+    tokens = tokens_at(ratios, advantages)
+    assert_close(gradient_of(vespo, tokens), double(*slopes), atol=1e-6, rtol=0)
+    assert not vespo(tokens).is_clipped.any()
+
+
+def test_vespo_is_finite_far_off_policy_and_reads_no_untrained_token() -> None:
+    # log w is held between log 1e-8 and 20: e^3 1e-16 e^0 and e^3 e^40 e^(-3 e^20), which is 0.
+    tokens = tokens_at(
+        [1e-9, 1e9, float("nan"), 1.0], [1.0, 1.0, 1.0, 1.0], lengths=[1, 1, 2], mask=[True, True, False, True]
+    )
+    assert_close(gradient_of(vespo, tokens), double(0.0, 0.0, 0.0, -1.0), atol=1e-6, rtol=0)
+    nothing = gradient_of(vespo, tokens_at([4.0], [1.0]), k_pos=0.0, lambda_pos=1.0)
+    assert_close(nothing, double(-0.0497871), atol=1e-6, rtol=0)  # e^1 4^0 e^-4 = e^-3

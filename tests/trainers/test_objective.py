@@ -343,6 +343,7 @@ LOSSES = {
     "policy_gradient": (),
     "gspo": (),
     "gmpo": (),
+    "vespo": (),
     "cispo": (),
     "sapo": (),
     "cpgd": (),
@@ -378,6 +379,7 @@ def test_every_choice_changes_the_gradient() -> None:
     choices += [{"aggregation": name} for name in ("sequence_mean", "sequence_mean_token_sum")]
     choices += [{"correction": name} for name in ("tis", "mis", "icepop", "reject")]
     choices += [{"kl_estimator": "k1"}, {"kl_estimator": "k2"}, {"kl_weighted": True}]
+    choices += [{"off_policy_mask": 0.1}]
     found = {str(choice): gradient(**choice) for choice in choices}
     assert len(set(found.values())) == len(found), found
     assert gradient(loss="gspo_token") == gradient(loss="gspo")  # they differ where tokens have advantages of their own
