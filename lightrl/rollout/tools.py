@@ -7,6 +7,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightrl.data.json_records import LocatedRecord
+from lightrl.data.streamed import make_each
 from lightrl.imports import load_object
 from lightrl.records import Prompt
 from lightrl.rollout.client import EngineClient, chat_text, text_behind_answer
@@ -67,9 +69,20 @@ class ToolWorkflow(Workflow):
         if problem := _unanswered(tokenizer, answers, "the answers if a turn calls several tools"):
             logger.warning("%s", problem)
 
+    def with_tools(self, records: Sequence[LocatedRecord]) -> Sequence[LocatedRecord]:
+        """Describes the tools in every prompt, in place of those of its record."""
+        return make_each(records, self._describe)
+
+    def _describe(self, _: int, located: LocatedRecord) -> LocatedRecord:
+        record, where = located
+        return {**record, "tools": self._box.schemas}, where
+
     async def arun_episode(self, engine: EngineClient, data: Prompt) -> Episode:
         """Alternates turns and the results of their calls until a turn calls nothing, or a limit ends the episode."""
-        episode = Episode(engine.encode_prompt(data.messages, tools=self._box.schemas))
+        if data.images or data.videos:  # whose places are in the prompt; with_tools() has put the tools there
+            episode = Episode(data.token_ids)
+        else:
+            episode = Episode(engine.encode_prompt(data.messages, tools=self._box.schemas))
         for num_turns in range(1, engine.limits.max_turns + 1):
             turn = await engine.generate(episode.ids)
             episode.say(turn)

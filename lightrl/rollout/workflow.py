@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from lightrl.config import WorkflowConfig, declared_type, fits, named_values
+from lightrl.data.json_records import LocatedRecord
 from lightrl.imports import load_object
 from lightrl.models.chat_text import tools_of
 from lightrl.records import Prompt
@@ -38,6 +39,13 @@ class Workflow(ABC):
 
     def check(self, tokenizer: Any) -> None:
         """Raises ValueError if the episodes cannot be made with this tokenizer; called before weights are loaded."""
+
+    def with_tools(self, records: Sequence[LocatedRecord]) -> Sequence[LocatedRecord]:
+        """Returns the data of a vision-language model with the tools that its prompts describe.
+
+        Prompts with images are rendered once, when the run starts; an episode cannot render them again.
+        """
+        return records
 
     @abstractmethod
     async def arun_episode(

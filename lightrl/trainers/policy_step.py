@@ -95,7 +95,7 @@ def _build_prompts(run: RunContext, records: Sequence[Any], source: str, max_new
     if run.context <= max_new_tokens:
         raise _no_room_for_prompts(max_new_tokens, run.context)
     prompts = build_prompts(
-        records,
+        run.workflow.with_tools(records) if run.workflow and run.media else records,
         run.tokenizer,
         prompt_field=data.prompt_field,
         answer_field=data.answer_field,

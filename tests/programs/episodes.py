@@ -9,7 +9,9 @@ import torch
 
 from lightrl import Episode, Workflow
 from lightrl.rollout.tool_calls import Tool, ToolBox
-from lightrl.rollout.written_calls import ToolCall
+from lightrl.rollout.tool_parsers import Parser
+from lightrl.rollout.tools import ToolWorkflow
+from lightrl.rollout.written_calls import Found, ToolCall
 
 
 class Echo:
@@ -162,3 +164,12 @@ def trouble(kind):
     if kind == 1:
         time.sleep(3600)
     return "x" * 1_000_000
+
+
+class Calculating(ToolWorkflow):
+    """Takes every turn for a call of the calculator, whatever the policy writes."""
+
+    def __init__(self):
+        super().__init__(tools="calculator")
+        call = ToolCall("calculator", {"expression": "6*7"})
+        self._parser = Parser(lambda text: [Found(0, len(text), [call])])

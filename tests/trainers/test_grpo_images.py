@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from tiny_vlm import FAMILIES, IMAGE, VIDEO, frames, save_tiny_vlm, tiny_model
+from tiny_vlm import FAMILIES, IMAGE, TEMPLATE, VIDEO, frames, save_tiny_vlm, tiny_model
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from lightrl.imports import is_installed
@@ -127,6 +127,25 @@ def test_every_turn_and_every_part_of_a_sample_sees_the_images(
         for name in ("one", "two")
     ]
     assert sorted(texts[0]) == sorted(texts[1])
+
+
+@pytest.mark.slow
+def test_tools_are_called_for_prompts_with_images(flags: list[str], metrics_of: ReadMetrics, tmp_path: Path) -> None:
+    (tmp_path / "own.jinja").write_text(
+        "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}" + TEMPLATE
+    )
+    own = ["--rollout.workflow", "tests.programs.episodes:Calculating", "--rollout.max_turns", "2"]
+    own += ["--data.chat_template_file", str(tmp_path / "own.jinja"), "--output_dir", str(tmp_path / "run")]
+    run_program([sys.executable, str(SCRIPT), *flags, *own], timeout_s=200)
+    for row in metrics_of(tmp_path / "run"):
+        assert row["mismatch/max_abs"] <= 1e-5
+        assert row["episode/failed"] == 0
+        assert row["episode/tool_calls"] == 16
+        assert row["grad_norm"] > 0
+    samples = samples_of(tmp_path / "run")
+    assert any(IMAGE in row["prompt"] for row in samples)
+    assert all(row["prompt"].startswith("[calculator]user:") for row in samples)
+    assert all("tool:42;assistant:" in row["response"] for row in samples)
 
 
 def check_saved_model(final: Path, other: Path, start: Path) -> None:
