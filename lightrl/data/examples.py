@@ -145,13 +145,9 @@ class ExampleBuilder:
         return [self._message(message, f"{where}: {field}[{index}]") for index, message in enumerate(value)]
 
     def _message(self, given: Any, where: str) -> Record:
-        """Returns a message of the user, or an answer as a string, whose parts are joined."""
-        message = require_message(given, where, takes_parts=self._media.processor is not None)
-        if message["role"] != "assistant" or isinstance(message["content"], str):
-            return message
-        if any(part["type"] != "text" for part in message["content"]):
-            raise ValueError(f"{where} is an answer with an image or a video: an answer must hold text.")
-        return {**message, "content": "".join(part["text"] for part in message["content"])}
+        """Returns a message; only those of others than the assistant may show images."""
+        is_answer = isinstance(given, dict) and given.get("role") == "assistant"
+        return require_message(given, where, takes_parts=self._media.processor is not None and not is_answer)
 
     def _shown(self, answer: Answer, record: Record, field: str, where: str) -> Answer:
         """Adds the images and videos of the record, which must all stand before the first trained token."""

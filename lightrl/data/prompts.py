@@ -274,17 +274,23 @@ def _require_messages(value: Any, where: str, field: str, takes_parts: bool) -> 
 
 
 def require_message(message: Any, where: str, takes_parts: bool) -> Record:
-    """Returns a message whose content is a string or, for a vision-language model, a list of parts."""
+    """Returns a message whose content is a string or, for a vision-language model, perhaps a list of parts."""
     if isinstance(message, dict) and isinstance(message.get("role"), str):
         given = with_readable_calls({key: value for key, value in message.items() if value is not None})
         content = given.get("content", "" if given.get("tool_calls") else None)  # a turn may only call tools
         if isinstance(content, str):
             return {**given, "content": content}
-        if isinstance(content, list) and takes_parts:
-            return {**given, "content": [_require_part(part, where) for part in content]}
         if isinstance(content, list):
-            raise ValueError(f"{where} has a list of parts as its content, and the model takes only text: a string.")
+            parts = [_require_part(part, where) for part in content]
+            return {**given, "content": parts if takes_parts else _joined(parts, where)}
     raise ValueError(f'{where} is {message!r}. A message must be {{"role": string, "content": string}}.')
+
+
+def _joined(parts: Sequence[Record], where: str) -> str:
+    """Returns the text of a message whose content must be a string in the end."""
+    if any(part["type"] != "text" for part in parts):
+        raise ValueError(f"{where} has an image or a video in its content, where only text is taken.")
+    return "".join(part["text"] for part in parts)
 
 
 def _require_part(part: Any, where: str) -> Record:

@@ -333,7 +333,12 @@ def test_a_text_model_takes_no_images(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="data.jsonl:1: 'images' names images, and the model takes none"):
         build_prompts(at({"prompt": "add", "images": "a.png"}), tokenizer, max_prompt_tokens=9, media=MediaFields())
     record = {"messages": [{"role": "user", "content": [{"type": "image"}]}]}
-    with pytest.raises(ValueError, match=r"messages\[0\] has a list of parts .* the model takes only text"):
+    with pytest.raises(ValueError, match=r"messages\[0\] has an image .* where only text is taken"):
         build_prompts(at(record), tokenizer, max_prompt_tokens=9)
+    parts = [{"type": "text", "text": "ad"}, {"type": "text", "text": "d", "image": None}]
+    (joined,) = build_prompts(
+        at({"messages": [{"role": "user", "content": parts}]}), tokenizer, max_prompt_tokens=9, media=MediaFields()
+    )
+    assert joined.messages == ({"role": "user", "content": "add"},)
     (prompt,) = build_prompts(at({"prompt": "add", "images": []}), tokenizer, max_prompt_tokens=9, media=MediaFields())
     assert prompt.images == ()

@@ -147,7 +147,7 @@ ANSWER = {"role": "assistant", "content": "R"}
         ),
         (
             {"messages": [QUESTION, {"role": "assistant", "content": [{"type": "image"}]}], "images": ["red.png"] * 2},
-            r"messages\[1\] is an answer with an image or a video",
+            r"messages\[1\] has an image or a video in its content, where only text is taken",
         ),
     ],
 )
