@@ -12,6 +12,7 @@ from typing import Any
 from lightrl.builtin.task import BUILTIN_TASKS
 from lightrl.data.json_records import LocatedRecord, Record, parse_json, require_object
 from lightrl.data.streamed import Streamed, stream_lines
+from lightrl.models.hub import why_unreachable
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +131,8 @@ def load_from_hub(source: str, stream: bool) -> Sequence[LocatedRecord]:
     if not name or name.count("/") > 2:
         raise ValueError(f"{source} names no data set: it must be hf:OWNER/NAME[/CONFIG][:SPLIT].")
     datasets = _import_datasets(source)
+    was_offline = datasets.config.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = was_offline or bool(why_unreachable())  # it would try for 23 s before its cache
     try:
         return _locate_rows(datasets.load_dataset(owner_and_name, config, split=split or "train"), source, stream)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
@@ -137,6 +140,8 @@ def load_from_hub(source: str, stream: bool) -> Sequence[LocatedRecord]:
             f"Cannot load {source}: {_ended(error)} The form is hf:OWNER/NAME[/CONFIG][:SPLIT], and SPLIT is train if "
             "left out."
         ) from error
+    finally:
+        datasets.config.HF_HUB_OFFLINE = was_offline
 
 
 def _ended(error: Exception) -> str:

@@ -1,10 +1,11 @@
-"""Finds the files of models, and reports within seconds that the hub is out of reach.
+"""Finds the files of models, and notices within seconds that the hub is out of reach.
 
-Without this report, libraries would retry for minutes.
+Otherwise libraries would retry for minutes: 23 s for each file that the cache lacks, and for each library that asks.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
@@ -13,21 +14,34 @@ from urllib.parse import urlsplit
 from huggingface_hub import constants, try_to_load_from_cache
 from transformers.utils.hub import cached_file
 
+logger = logging.getLogger(__name__)
+
 _WAIT_S = 5.0  # to look up the name and to connect
 
 
 def require_reachable(name: str, option: str) -> None:
-    """Raises ValueError if a model is not in the cache and the hub cannot be reached."""
-    if _has_proxy() or isinstance(_cached_config(name, option), str):
-        return
-    url = urlsplit(constants.ENDPOINT)
-    port = url.port or (80 if url.scheme == "http" else 443)
-    reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _why_unreachable(url.hostname or "", port)
-    if reason:
+    """Raises ValueError if a model is not in the cache and the hub cannot be reached.
+
+    If it is in the cache, HF_HUB_OFFLINE is set for this process and its children, such as engines.
+    """
+    is_cached = isinstance(_cached_config(name, option), str)
+    reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else why_unreachable()
+    if reason and not is_cached:
         raise ValueError(
-            f"{option} {name} is no folder here and not in the cache of Hugging Face, and {url.hostname} cannot be "
+            f"{option} {name} is no folder here and not in the cache of Hugging Face, and {_host()} cannot be "
             f"reached ({reason}). Give a folder, or a network."
         )
+    if reason and not constants.HF_HUB_OFFLINE:
+        logger.warning("%s cannot be reached (%s): HF_HUB_OFFLINE=1 is set, to use the cache alone.", _host(), reason)
+        os.environ["HF_HUB_OFFLINE"], constants.HF_HUB_OFFLINE = "1", True
+
+
+def why_unreachable() -> str:
+    """Returns why the hub cannot be reached, or nothing if it can, or if a proxy may reach it."""
+    if _has_proxy():
+        return ""
+    url = urlsplit(constants.ENDPOINT)
+    return _why_no_connection(_host(), url.port or (80 if url.scheme == "http" else 443))
 
 
 def file_of(path: str, name: str) -> str | None:
@@ -51,11 +65,15 @@ def _cached_config(name: str, option: str) -> object:
         raise ValueError(f"{option} {name!r} is neither a folder nor a Hugging Face name: {error}") from error
 
 
+def _host() -> str:
+    return urlsplit(constants.ENDPOINT).hostname or ""
+
+
 def _has_proxy() -> bool:
     return any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"))
 
 
-def _why_unreachable(host: str, port: int) -> str:
+def _why_no_connection(host: str, port: int) -> str:
     """Returns why no connection can be made, or nothing. A thread does it: looking up a name has no time limit."""
     reasons: list[str] = []
 

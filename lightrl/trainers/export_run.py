@@ -117,8 +117,8 @@ def _checkpoint_of(run: Path, step: int) -> int:
 
 def _template_of(run: Path, given: str) -> str:
     """Returns the file of the chat template: one that the run saved with a model or, without any, the given one."""
-    saved = (folder / "chat_template.jinja" for folder in (run / "final", *sorted(run.glob("exports/step-*"))))
-    return str(next((path for path in saved if path.is_file()), given))
+    saved = [*run.glob("final/chat_template.jinja"), *run.glob("exports/step-*/chat_template.jinja")]
+    return str(max(saved, key=lambda path: path.stat().st_mtime, default=given))
 
 
 def _write(config: RunConfig, run: Path, step: int, target: Path) -> None:

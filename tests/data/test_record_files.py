@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from lightrl.data import record_files
 from lightrl.data.prompts import load_records
 
 
@@ -195,6 +196,24 @@ def test_a_table_that_something_else_separates_is_read_with_a_warning(
     assert told in caplog.text
     assert bool(caplog.text) == bool(told)
     assert len(records) == 1
+
+
+@pytest.mark.parametrize("reason", ["", "no route"])
+def test_without_a_network_a_hub_name_is_looked_for_in_the_cache_at_once(
+    monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(record_files, "why_unreachable", lambda: reason)
+    seen = []
+
+    def load_dataset(*args: object, **kwargs: object) -> object:
+        seen.append(datasets.config.HF_HUB_OFFLINE)
+        return datasets.Dataset.from_list([{"prompt": "1+1="}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert len(load_records("hf:me/data")) == 1
+    assert (seen, datasets.config.HF_HUB_OFFLINE) == ([bool(reason)], False)
 
 
 @pytest.mark.parametrize("end", ["", "."])

@@ -1,3 +1,4 @@
+import os
 import socket
 import threading
 import time
@@ -13,6 +14,7 @@ def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
 
 
 def test_without_a_network_it_is_told_within_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,9 +68,21 @@ def test_what_can_be_had_is_left_to_the_library(monkeypatch: pytest.MonkeyPatch)
         hub.require_reachable("nobody/nothing", "--model")
     assert asked == [address]
     monkeypatch.setattr(hub.constants, "ENDPOINT", "https://127.0.0.1:9")
-    with monkeypatch.context() as patch:
-        patch.setattr(hub, "try_to_load_from_cache", lambda *_: "/cache/config.json")
-        hub.require_reachable("nobody/nothing", "--model")
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy")  # which may reach it
     hub.require_reachable("nobody/nothing", "--model")
     assert asked == [address]  # nothing more
+
+
+def test_without_a_network_a_cached_model_is_read_from_the_cache_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_: "/cache/config.json")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setattr(hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        hub.require_reachable("nobody/nothing", "--model")
+    assert not hub.constants.HF_HUB_OFFLINE
+    monkeypatch.setattr(hub.constants, "ENDPOINT", "https://127.0.0.1:9")
+    hub.require_reachable("nobody/nothing", "--model")
+    assert (hub.constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"]) == (True, "1")
+    started = time.monotonic()
+    assert hub.file_of("nobody/nothing", "preprocessor_config.json") is None  # it would be asked for 23 s
+    assert time.monotonic() - started < 5
+    hub.require_reachable("nobody/nothing", "--model")
