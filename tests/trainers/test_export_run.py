@@ -1,5 +1,6 @@
 """`lightrl export`; tests/trainers/test_export.py exports a run."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from tiny_vlm import save_tiny_vlm
 from transformers import AutoProcessor
 
 from lightrl.config import CheckpointConfig, CriticConfig, EvalConfig, LogConfig, PPOConfig, RolloutLogConfig, SFTConfig
-from lightrl.trainers.export_run import main
+from lightrl.trainers.export_run import _template_of, main
 from lightrl.trainers.fit import build_trainer
 from lightrl.trainers.ppo import PPOTrainer
 from lightrl.trainers.sft import SFTTrainer
@@ -46,6 +47,16 @@ def test_a_checkpoint_of_a_model_of_images_comes_with_its_processor(tmp_path: Pa
     exported = tmp_path / "run" / "exports" / "step-1"
     assert {path.name for path in (tmp_path / "run" / "final").iterdir()} <= {path.name for path in exported.iterdir()}
     assert AutoProcessor.from_pretrained(exported).image_processor is not None
+
+
+def test_the_chat_template_is_that_of_the_newest_export(tmp_path: Path) -> None:
+    assert _template_of(tmp_path, "own.jinja") == "own.jinja"
+    for age, name in enumerate(("exports/step-10", "final", "exports/step-9")):
+        (tmp_path / name).mkdir(parents=True)
+        newest = tmp_path / name / "chat_template.jinja"
+        newest.touch()
+        os.utime(newest, (age, age))
+        assert _template_of(tmp_path, "own.jinja") == str(newest)
 
 
 def test_a_checkpoint_with_the_critic_on_the_policy_is_refused(
