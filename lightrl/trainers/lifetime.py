@@ -37,6 +37,7 @@ _POLL_S = 1.0  # between two checks of the parent and the clock
 _LAG_S = 1.0  # a signal to the whole job may end torchrun before it reaches the ranks
 _INTERRUPT_S = 5.0  # for Python to get out of a call into C after Ctrl-C
 _OWN_WORD_S = 2.0  # for a rank whose collective broke to say which rank failed and to end on its own
+_LAST_WORD_S = 5.0  # for loggers to note how the run ended
 _TIDYING_S = 0.5  # for rank 0 to remove the folder of a run that never began
 _PR_SET_PDEATHSIG = 1  # an option of prctl(2)
 _ORPHANED = signal.SIGRTMIN + 7 if sys.platform == "linux" else 0  # a signal that nobody else sends
@@ -131,6 +132,7 @@ def how_to_go_on(run: StoppableRun | None) -> str:
 
 def end_failed(error: BaseException, trainer: StoppableRun | None) -> NoReturn:
     """Ends the process of a program after an error, a signal or Ctrl-C; trainer: None if none was built yet."""
+    _tell_observers(trainer, error)
     if trainer is None or isinstance(error, LateMistakeError):
         _end_if_mistaken(error)
     if isinstance(error, StoppedBySignal) and trainer is not None:
@@ -151,6 +153,19 @@ def end_failed(error: BaseException, trainer: StoppableRun | None) -> NoReturn:
         traceback.print_exception(error)
         leave_error("".join(traceback.format_exception(error)))
     end_process(1)
+
+
+def _tell_observers(trainer: StoppableRun | None, error: BaseException) -> None:
+    """Tells the observers in a thread, because a service may not answer, and nothing must hide the error."""
+
+    def tell_all() -> None:
+        for observer in getattr(trainer, "observers", ()):  # a server of samples has none
+            with suppress(Exception):
+                observer.after_failure(error)
+
+    thread = threading.Thread(target=tell_all, name="last word", daemon=True)
+    thread.start()
+    thread.join(_LAST_WORD_S)
 
 
 def _end_if_mistaken(error: BaseException) -> None:

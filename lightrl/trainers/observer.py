@@ -49,5 +49,11 @@ class Observer:
     def after_export(self, folder: Path) -> None:
         """Follows an export of the models to a folder, during the run or at its end."""
 
+    def after_failure(self, error: BaseException) -> None:
+        """Follows an error, a signal or Ctrl-C that ends the program, on a rank that has it; it has a few seconds.
+
+        It must use no collective. After a signal, close() follows; otherwise the process ends.
+        """
+
     def close(self) -> None:
         """Cleans up when the trainer ends, even after a signal, but not after an error."""

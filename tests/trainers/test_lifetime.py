@@ -328,6 +328,31 @@ def test_every_error_has_its_exit_code(
         lifetime.end_failed(error, stoppable(tmp_path) if has_trainer else None)
 
 
+@pytest.mark.parametrize("what_fails", ["nothing", "an observer", "a service"])
+def test_observers_are_told_of_an_error_and_cannot_hide_it(
+    what_fails: str,
+    tmp_path: Path,
+    watch: lifetime.SignalWatch,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(lifetime, "_LAST_WORD_S", 0.5)
+    told: list[BaseException] = []
+
+    def wrong(_: BaseException) -> None:
+        if what_fails == "a service":
+            time.sleep(60)
+        raise OSError("out of reach")
+
+    run, error = stoppable(tmp_path), ZeroDivisionError("in a step")
+    failing = [SimpleNamespace(after_failure=wrong)] if what_fails != "nothing" else []
+    run.observers = [*failing, SimpleNamespace(after_failure=told.append)]
+    with pytest.raises(EndedError, match="^1$"):
+        lifetime.end_failed(error, run)
+    assert told == ([] if what_fails == "a service" else [error])
+    assert "ZeroDivisionError: in a step" in capsys.readouterr().err
+
+
 def test_a_mistake_on_another_rank_is_a_mistake(watch: lifetime.SignalWatch) -> None:
     error = RankError("rank 1 failed")
     error.mistake = "rank 1: there is no such file"

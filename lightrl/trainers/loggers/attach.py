@@ -78,10 +78,19 @@ class Loggers(Observer):
         else:
             write()
 
+    def after_failure(self, error: BaseException) -> None:
+        """Tells the loggers that have the method fail(error), which a logger need not have."""
+        for logger in self._loggers:
+            getattr(logger, "fail", _ignore)(error)
+
     def close(self) -> None:
         """Closes the loggers."""
         for logger in self._loggers:
             logger.close()
+
+
+def _ignore(error: BaseException) -> None:
+    """Stands for the method that a logger lacks."""
 
 
 def _start(names: tuple[str, ...], own: Mapping[str, Any], trainer: Any) -> list[Logger]:

@@ -32,6 +32,11 @@ class MLflowLogger:
         accepted = {_accepted(name): value for name, value in metrics.items()}
         self._try(lambda: self._mlflow.log_metrics(accepted, step=step), f"the metrics of step {step}")
 
+    def fail(self, error: BaseException) -> None:
+        """Ends the run of MLflow as failed or, after a signal or Ctrl-C, as killed."""
+        status = "FAILED" if isinstance(error, Exception) else "KILLED"
+        self._try(lambda: self._mlflow.end_run(status), "the end of the run")
+
     def close(self) -> None:
         """Ends the run of MLflow."""
         self._try(self._mlflow.end_run, "the end of the run")

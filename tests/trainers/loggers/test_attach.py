@@ -65,6 +65,16 @@ def test_a_logger_gets_the_metrics_of_each_step(tmp_path: Path, noted: str) -> N
     assert Noted.made[1].run.id == logger.run.id  # a run that goes on is the same run
 
 
+def test_a_logger_is_told_of_a_failure_if_it_has_a_method_for_it(tmp_path: Path, noted: str) -> None:
+    loggers = Loggers(trainer_of(tmp_path, noted))
+    loggers.after_failure(ValueError("wrong"))
+    told: list[BaseException] = []
+    Noted.made[0].fail = told.append  # type: ignore[attr-defined]
+    error = KeyboardInterrupt()
+    loggers.after_failure(error)
+    assert told == [error]
+
+
 class Unclosed:
     def __init__(self, run: LoggedRun) -> None: ...
 

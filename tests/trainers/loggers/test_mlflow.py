@@ -38,6 +38,16 @@ def test_calls(logged_run: LoggedRun, package: Any) -> None:
     package.end_run.assert_called_once_with()
 
 
+@pytest.mark.parametrize(
+    ("error", "status"), [(ValueError("wrong"), "FAILED"), (KeyboardInterrupt(), "KILLED"), (SystemExit(75), "KILLED")]
+)
+def test_a_run_that_does_not_end_well_is_not_left_running(
+    logged_run: LoggedRun, package: Any, error: BaseException, status: str
+) -> None:
+    MLflowLogger(logged_run).fail(error)
+    package.end_run.assert_called_once_with(status)
+
+
 def test_a_server_that_fails_during_the_run_is_only_warned_of(
     logged_run: LoggedRun, package: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
