@@ -9,13 +9,17 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightrl.comm import Comm
 from lightrl.config import DynamicSamplingConfig
 from lightrl.data.sampler import shard
 from lightrl.metrics import Statistics
-from lightrl.records import Prompt, ScoredGroup
+from lightrl.records import Prompt, Sample, ScoredGroup
+from lightrl.rewards import NO_REWARD
+from lightrl.rewards.reward_set import RewardSet, is_collective
+from lightrl.rewards.scoring import RewardError
 from lightrl.rollout.saved_groups import group_from_state, group_state
 
 logger = logging.getLogger(__name__)
@@ -43,6 +47,32 @@ class DynamicSampling:
         self._statistics = statistics
         self._spares: list[ScoredGroup] = []  # of this rank
         self._has_warned = False
+        self._values: dict[Any, float] = {}  # of the reward that must differ, by the sample's key and text
+
+    def hear(self, rewards: RewardSet) -> None:
+        """Listens to the reward that must differ; raises ValueError if the option names none of the run."""
+        name = self._config.reward
+        known = [item.label for item in rewards.rewards if not is_collective(item.reward)]
+        if name and name not in known:
+            raise ValueError(
+                f"--dynamic_sampling.reward {name!r} is no reward of this run that each rank computes by itself. "
+                f"There {'is ' if len(known) == 1 else 'are '}{', '.join(known) or 'none'}."
+            )
+        if name:
+            rewards.hear(self._note)
+
+    def _note(self, label: str, samples: Sequence[Sample], outcomes: Sequence[float | RewardError]) -> None:
+        if label == self._config.reward:
+            for sample, outcome in zip(samples, outcomes, strict=True):
+                self._values[sample.key, sample.text] = NO_REWARD if isinstance(outcome, RewardError) else outcome
+
+    def _judged(self, group: ScoredGroup) -> ScoredGroup:
+        """Returns a group whose sums differ with the reward that must differ, too, where the run has computed it."""
+        if not (self._values and group.has_signal):
+            return group
+        pairs = zip(group.samples, group.rewards, strict=True)
+        values = (self._values.get((sample.key, sample.text), reward) for sample, reward in pairs)
+        return replace(group, rewards=tuple(values))
 
     def fill(self, step: int, draw: DrawGroups) -> list[ScoredGroup]:
         """Returns this rank's groups of the batch, which has num_prompts groups, or fewer after the last round.
@@ -56,9 +86,11 @@ class DynamicSampling:
         num_kept, num_drawn, num_rounds = self._count(kept), 0, 0
         while num_kept < self._num_prompts and num_rounds < self._config.max_rounds:
             count = math.ceil((self._num_prompts - num_kept) * self._config.oversample)
+            self._values.clear()
             drawn = draw(count, num_drawn)
-            self._count_dropped(drawn)
-            kept += [group for group in drawn if group.has_signal]
+            judged = [self._judged(group) for group in drawn]
+            self._count_dropped(judged)
+            kept += [group for group, one in zip(drawn, judged, strict=True) if one.has_signal]
             num_kept, num_drawn, num_rounds = self._count(kept), num_drawn + count, num_rounds + 1
         chosen = self._choose(kept)
         self._statistics.maximum("dynamic_sampling/rounds", num_rounds)

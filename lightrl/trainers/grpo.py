@@ -68,6 +68,9 @@ class GRPOTrainer(Trainer):
         self.updates = PolicyUpdates(self.run, self.statistics)
         self.batches = describe_batches(config, self.strategy.comm.world)
         self.saved |= {"sampler": self.prompts.sampler, "coefficients": self.objective.coefficients}
+        self.draw: Callable[[], list[ScoredGroup]] = lambda: self.roll_out(config.num_prompts)
+        if config.dynamic_sampling.enabled:
+            self.draw = self._draw_until_full()
 
         with self.strategy.comm.phase("loading the model", local=True):
             policy = load_start_policy(self.run)
@@ -76,9 +79,6 @@ class GRPOTrainer(Trainer):
         self.optimizer = trained.optimizer
         self.reference = prepare_reference(self.run, self.policy) if config.algorithm.kl_coef else None
         self.teacher = self._load_teacher() if config.teacher_model else None
-        self.draw: Callable[[], list[ScoredGroup]] = lambda: self.roll_out(config.num_prompts)
-        if config.dynamic_sampling.enabled:
-            self.draw = self._draw_until_full()
         self.resume()
         self.collector = start_engine(self.run, self.policy, self.rewards)
 
@@ -213,6 +213,7 @@ class GRPOTrainer(Trainer):
             comm=self.strategy.comm,
             statistics=self.statistics,
         )
+        sampling.hear(self.rewards)
         self.saved["dynamic_sampling"] = sampling
         return lambda: sampling.fill(self.step_index, self.roll_out)
 

@@ -15,6 +15,8 @@ from lightrl.config import DynamicSamplingConfig
 from lightrl.metrics import Statistics
 from lightrl.records import Prompt, Sample, ScoredGroup
 from lightrl.rewards import NO_REWARD
+from lightrl.rewards.reward_set import FailurePolicy, RewardSet, WeightedReward
+from lightrl.rewards.scoring import FailureBudget
 from lightrl.rollout.dynamic_sampling import DynamicSampling
 
 PROMPTS = [Prompt(index=place, text=f"{place}=", token_ids=(1, place)) for place in range(20)]
@@ -91,6 +93,52 @@ def test_a_group_whose_baseline_failed_takes_no_place() -> None:
     chosen = made.fill(0, lambda count, first: [without] if first == 0 else [group("good", first, 0)])
     assert prompts_of(chosen) == [1]
     assert metrics()["rounds"] == 2
+
+
+def right(sample: Sample) -> float:
+    """1 in prompts below 2; 1 for the second sample of prompt 3; fails for prompt 4 but in its first sample."""
+    if sample.prompt.index == 4 and sample.sample_index:
+        raise ValueError("no verdict")
+    return float(sample.prompt.index < 2 or (sample.prompt.index == 3 and sample.sample_index == 1))
+
+
+def length(sample: Sample) -> float:
+    return -0.1 * sample.sample_index
+
+
+def two_rewards() -> RewardSet:
+    both = [WeightedReward(label=name, weight=1.0, reward=of) for name, of in (("right", right), ("length", length))]
+    return RewardSet(both, policy=FailurePolicy(max_failures=9))
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "easy"), [("", [0, 1, 2, 3], 0), ("length", [0, 1, 2, 3], 0), ("right", [3], 2)]
+)
+def test_a_named_reward_must_differ_too(name: str, kept: list[int], easy: int) -> None:
+    made, metrics = sampling(num_prompts=5, oversample=1.0, max_rounds=1, reward=name)
+    rewards = two_rewards()
+    made.hear(rewards)
+
+    def draw(count: int, first: int) -> list[ScoredGroup]:
+        groups = [group("good", place, 0) for place in range(count)]
+        budget = FailureBudget(9)
+        runs = [[rewards.run(item.label, one.samples, budget) for item in rewards.rewards] for one in groups]
+        sums = [rewards.combine(dict(zip(("right", "length"), run, strict=True))).rewards for run in runs]
+        return [replace(one, rewards=tuple(values)) for one, values in zip(groups, sums, strict=True)]
+
+    chosen = made.fill(0, draw)
+    assert prompts_of(chosen) == kept
+    assert metrics()["dropped_easy"] == easy
+    assert all(one.rewards[0] != one.rewards[1] for one in chosen)  # still the sums
+    assert prompts_of(made.fill(1, script("ggggg", 1, []))) == [10, 11, 12, 13, 14]  # nothing heard: by the sums alone
+
+
+@pytest.mark.parametrize("name", ["reward/right", "wright"])
+def test_a_wrong_name_of_the_reward_that_must_differ_is_refused(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=r"dynamic_sampling.reward '.*right' is no reward of this run .* are right, len"
+    ):
+        sampling(reward=name)[0].hear(two_rewards())
 
 
 def test_spare_groups_come_first_in_the_next_step_and_expire() -> None:
