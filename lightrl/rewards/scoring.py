@@ -14,7 +14,7 @@ import sys
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
 from lightrl.records import Sample
@@ -140,6 +140,9 @@ def _check_marks(reward: Any, kind: RewardKind, *, is_grouped: bool) -> None:
     if kind.isolation is not None and (kind.scope != "sample" or kind.is_async):
         wanted = f"it must be a plain function of one sample, neither async nor a {kind.scope} reward."
         raise _contradiction(reward, f"is isolated: {wanted}")
+    limit = kind.max_concurrency
+    if kind.is_async and limit is not None and not (isinstance(limit, Integral) and limit >= 1):
+        raise _contradiction(reward, f"has max_concurrency {limit!r}: it must be a whole number from 1 on, or None.")
 
 
 def unwrapped(reward: Any) -> Any:

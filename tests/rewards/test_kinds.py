@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lightrl.records import Sample
@@ -112,3 +113,24 @@ def test_marks_that_contradict_are_refused() -> None:
     with pytest.raises(ValueError, match="'batched' is isolated: .* neither async nor a batch reward"):
         kind_of(isolated_reward()(batched))
     del batched.isolation  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("limit", [0, -1, "4", 2.5])
+def test_a_limit_of_an_async_reward_that_is_no_count_is_refused(limit: object) -> None:
+    async def slow(sample: Sample) -> float:
+        return 1.0
+
+    slow.max_concurrency = limit  # type: ignore[attr-defined]
+    with pytest.raises(
+        ValueError, match=r"'slow' has max_concurrency .*: it must be a whole number from 1 on, or None"
+    ):
+        kind_of(slow)
+
+
+@pytest.mark.parametrize("limit", [1, np.int64(4), None])
+def test_a_limit_of_an_async_reward_is_kept(limit: int | None) -> None:
+    async def slow(sample: Sample) -> float:
+        return 1.0
+
+    slow.max_concurrency = limit  # type: ignore[attr-defined]
+    assert kind_of(slow).max_concurrency == limit
