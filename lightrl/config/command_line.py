@@ -233,6 +233,8 @@ def _check_value(name: str, value: Any, hint: Any, path: str) -> None:
         raise ValueError(f"--config {path}: {name} has no value. Give one, or leave the line out.")
     if isinstance(value, list) and not _takes_several(hint):
         raise ValueError(f"--config {path}: {name} is {value}: it takes one value, not a list.")
+    if isinstance(value, list) and None in value:
+        raise ValueError(f"--config {path}: {name} has an empty value in its list. Give one, or put quotes around it.")
     if isinstance(value, list) and any(map(_LIKE_A_FLAG.match, map(str, value[1:]))):
         told = f"{name} is {value}: of several values only the first may begin with a dash. Move it there."
         raise ValueError(f"--config {path}: {told}")

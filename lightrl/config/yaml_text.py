@@ -12,7 +12,7 @@ _MAX_BYTES = 1 << 20  # of a file of options; the reader takes a minute for ten 
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads plain values, and refuses a name that a mapping gives twice, of which YAML would keep the last."""
+    """Reads plain values, a date as a text, and refuses a name given twice, of which YAML would keep the last."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Checks a mapping before `<<` merges another into it, whose names its own may replace."""
@@ -47,6 +47,19 @@ class _Loader(yaml.SafeLoader):
                     merged.setdefault(_name_of(pair[0]), pair)
         node.value = list({**merged, **own}.values())
 
+    def construct_yaml_int(self, node: Any) -> int:
+        """Reads 010 as ten, as YAML 1.2 does, and not as an octal number."""
+        digits = node.value.replace("_", "")
+        return int(digits) if digits.lstrip("+-").isdigit() else super().construct_yaml_int(node)
+
+
+_DATE = "tag:yaml.org,2002:timestamp"  # no option is a date, and a name such as 2026-99-99 would be refused
+_Loader.yaml_implicit_resolvers = {
+    first: [pair for pair in pairs if pair[0] != _DATE]
+    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+
 
 class _AsWritten(_Loader):
     """Reads every plain value but null as a text, so that `No`, 12:30 and 1.10 stay what they are."""
@@ -69,7 +82,7 @@ def parse_yaml(text: str, label: str, *, as_written: bool = False) -> Any:
     """
     try:
         return yaml.load(text, _AsWritten if as_written else _Loader)  # which are safe ones
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # such as the date 2020-99-99, or 5,000 digits
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # such as 5,000 digits
         raise ValueError(f"{label} is not valid YAML: {' '.join(str(error).split())}") from error
     except RecursionError as error:
         raise ValueError(f"{label} is not valid YAML: its brackets are nested too deeply.") from error
