@@ -72,7 +72,8 @@ def with_media(prompt: Prompt, record: Record, prompt_field: str, where: str, me
         except ValueError as error:
             raise ValueError(f"{where}: {name!r} {error}.") from error
         if name in fields:
-            fields[name] = files  # instead of pixels, which would travel between ranks
+            # Instead of pixels, which would travel between ranks and, in its records, stay in a run's memory.
+            fields[name] = record[name] = files
     try:
         sizes = [image_size(path) for path in paths["image"]], [video_size(path) for path in paths["video"]]
         expanded = media.processor.expanded(prompt.token_ids, *sizes)

@@ -176,3 +176,14 @@ def test_a_model_without_images_refuses_them_before_anything_is_written(tmp_path
             media=MediaFields(),
         )
     assert not cache.exists()
+
+
+def test_a_run_does_not_keep_the_images_beside_their_files(tmp_path: Path, cache: Path) -> None:
+    media = tiny_media("qwen2_5_vl")
+    records = load_records(records_in(tmp_path, "parquet"))
+    fields = MediaFields(processor=media)
+    for _ in range(2):  # the second time, they are paths
+        prompts = build_prompts(
+            records, media.processor.tokenizer, max_prompt_tokens=40, chat_template="never", media=fields
+        )
+    assert records[0][0]["images"] == list(prompts[0].images) == prompts[0].fields["images"]
