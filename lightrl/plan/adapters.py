@@ -55,6 +55,7 @@ class EngineAdapters:
     sizes: Mapping[str, tuple[int, int]]  # inputs and outputs of each linear layer
     products: Sequence[Sequence[str]]  # layers that the native engine computes together
     slots: Slots
+    in_decoder: bool = True  # whether the policy's lie in the decoder alone, and none in a vision tower
     unread: tuple[str, ...] = ()  # reasons why adapters are not counted
 
     def native_numel(self) -> int:
@@ -94,11 +95,13 @@ def described_adapters(options: LoraConfig, policy: Model) -> EngineAdapters:
             ranks.append(described_ranks(name, folder, plain))
         except (OSError, TypeError, ValueError) as error:
             unread.append(str(error))
+    modules, inside = dict(plain.named_modules()), set(plain.get_decoder().modules())
     return EngineAdapters(
         ranks=ranks,
         sizes=layer_sizes(plain, linear),
         products=_products(linear, is_fused=is_supported(plain)),
         slots=_slots(plain),
+        in_decoder=all(modules[name] in inside for name in ranks[0]),
         unread=tuple(unread),
     )
 

@@ -94,7 +94,10 @@ class Models:
 
     def adapters_of(self, config: RunConfig) -> EngineAdapters | None:
         """Returns the adapters that the engine applies; None if it has none."""
-        return self._adapters if config.lora.is_on and sends_adapters(config) else None
+        if not (config.lora.is_on and sends_adapters(config)):
+            return None
+        is_merged = config.lora.engine == "auto" and config.engine == "vllm" and not self._adapters.in_decoder
+        return None if is_merged else self._adapters
 
     @cached_property
     def _adapters(self) -> EngineAdapters:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_vlm import tiny_config
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3MoeConfig
 
 from lightrl.config import GRPOConfig, parse_config
@@ -120,6 +121,20 @@ def test_merged_weights_have_no_adapters_beside_them(small_config: Any) -> None:
     plan = plan_run(config, Models(small_config, config), MACHINE)
     assert plan.engine is not None
     assert plan.engine.adapters == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "is_merged"),
+    [
+        ([], True),
+        (["--lora.target_modules", "q_proj"], False),
+        (["--lora.engine", "unmerged"], False),
+        (["--engine", "native"], False),
+    ],
+)
+def test_vllm_merges_the_adapters_of_a_vision_tower(flags: list[str], is_merged: bool) -> None:
+    config = config_of("--lora.engine", "auto", "--dtype", "bfloat16", "--engine", "vllm", *flags)
+    assert (Models(tiny_config("qwen2_5_vl"), config).adapters_of(config) is None) == is_merged
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
