@@ -49,13 +49,17 @@ def read_runs(folders: Sequence[Path]) -> list[RunFiles]:
     return [read_run(folder, name) for folder, name in zip(folders, names, strict=True)]
 
 
-def read_run(root: Path, name: str = "") -> RunFiles:
-    """Reads a run; raises ValueError if the folder is not a run. Damaged or incomplete lines are left out."""
+def read_run(root: Path, name: str = "", *, sample_bytes: int | None = None) -> RunFiles:
+    """Reads a run; raises ValueError if the folder is not a run. Damaged or incomplete lines are left out.
+
+    Args:
+        sample_bytes: how much of the end of samples.jsonl is read; None reads it whole.
+    """
     if not (root / "config.yaml").is_file() or not (root / "metrics.jsonl").is_file():
         raise ValueError(_describe_no_run(root))
     options = read_yaml(root / "config.yaml", "it") or {}
     metrics, lost_metrics = _rows(root / "metrics.jsonl")
-    samples, lost_samples = _rows(root / "samples.jsonl")
+    samples, lost_samples = _rows(root / "samples.jsonl", sample_bytes)
     timeline, lost_events = _events(root / "profile" / "timeline.json")
     return RunFiles(
         name=name or root.name,
@@ -68,10 +72,10 @@ def read_run(root: Path, name: str = "") -> RunFiles:
     )
 
 
-def _rows(path: Path) -> tuple[list[Row], list[str]]:
+def _rows(path: Path, most_bytes: int | None = None) -> tuple[list[Row], list[str]]:
     rows: list[Row] = []
     lost = 0
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []
+    lines = _end_of(path, most_bytes).decode(errors="replace").split("\n") if path.exists() else []
     for line in lines:
         row = _object(line)
         if row is not None and isinstance(row.get("step"), int):
@@ -79,6 +83,17 @@ def _rows(path: Path) -> tuple[list[Row], list[str]]:
         elif line.strip() and line is not lines[-1]:  # the last line of a run in progress may be half written
             lost += 1
     return rows, [f"{path.name}: {lost} damaged lines are left out."] if lost else []
+
+
+def _end_of(path: Path, most_bytes: int | None) -> bytes:
+    """Returns the last whole lines of a file, in at most that many bytes."""
+    with path.open("rb") as file:
+        left = path.stat().st_size - (math.inf if most_bytes is None else most_bytes)
+        if left <= 0:
+            return file.read()
+        file.seek(int(left) - 1)  # the line end before the first whole line may be its last byte
+        file.readline()
+        return file.read()
 
 
 def _object(text: str) -> dict[str, Any] | None:

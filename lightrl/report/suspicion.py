@@ -122,7 +122,7 @@ def _text(item: Row) -> str:
 
 def _plain(text: object) -> str:
     whole = text if isinstance(text, str) else json.dumps(text)
-    return re.sub(r"[\s,$]+", "", whole).casefold()
+    return "".join(whole.split()).replace(",", "").replace("$", "").casefold()
 
 
 # ---- Signs -----------------------------------------------------------------------------------------------------------

@@ -24,12 +24,13 @@ _SHOWN = (
     *("tokens/response_mean", "tokens/truncated", "tokens/per_second", "time/step"),
 )
 _NUM_SAMPLES = 4
+_SAMPLE_BYTES = 4_000_000  # of the end of samples.jsonl, which is read at each update beside the run
 
 
 def watch(folder: Path, *, every_s: float) -> int:
     """Shows the run until its last step or Ctrl-C; if standard output is not a terminal, shows it once."""
     console = Console(highlight=False)
-    run = read_run(folder)
+    run = read_run(folder, sample_bytes=_SAMPLE_BYTES)
     if not console.is_terminal:
         console.print(view(run))
         return 0
@@ -37,7 +38,7 @@ def watch(folder: Path, *, every_s: float) -> int:
         with Live(view(run), console=console, screen=False, auto_refresh=False) as live:
             while not is_done(run):
                 time.sleep(every_s)
-                run = read_run(folder)
+                run = read_run(folder, sample_bytes=_SAMPLE_BYTES)
                 live.update(view(run), refresh=True)
     except KeyboardInterrupt:
         return 0

@@ -15,6 +15,21 @@ def test_damaged_lines_are_left_out_and_counted(run_folder: Path) -> None:
     assert run.damaged == ("metrics.jsonl: 2 damaged lines are left out.",)  # the last line is being written
 
 
+def test_the_end_of_the_samples_begins_with_a_whole_line(run_folder: Path) -> None:
+    lines = [b'{"step": %d, "prompt": "%s"}' % (step, "\u00e9".encode() * step) for step in range(5)]
+    (run_folder / "samples.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    last, total = len(lines[-1]) + 1, (run_folder / "samples.jsonl").stat().st_size
+    for most, wanted in (
+        (last, [4]),
+        (last - 1, []),
+        (last + 1, [4]),
+        (total - 1, [1, 2, 3, 4]),
+        (total, list(range(5))),
+    ):
+        run = read_run(run_folder, sample_bytes=most)
+        assert ([row["step"] for row in run.samples], run.damaged) == (wanted, ())
+
+
 def test_values_skip_what_is_missing(run_folder: Path) -> None:
     (run_folder / "metrics.jsonl").write_text('{"step": 0, "a": 1.5}\n{"step": 1, "a": null}\n{"step": 2, "a": 2}\n')
     run = read_run(run_folder)
