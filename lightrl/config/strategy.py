@@ -36,7 +36,7 @@ class OptimConfig:
     momentum: float = option(0.95, at_least=0, below=1)
     """Muon's momentum. Its update has the size of AdamW's, so that both share lr and weight_decay."""
     weight_decay: float = option(0.0, at_least=0)
-    """Decoupled weight decay. Vectors (norms, biases) are never decayed."""
+    """Decoupled weight decay. Vectors (norms, biases, Mamba's decay rates) are never decayed."""
     decay_embeddings: bool = True
     """Also decay the token embeddings and the output layer."""
     lr_scales: tuple[str, ...] = ()

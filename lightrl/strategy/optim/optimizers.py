@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from lightrl.config import OptimConfig
 from lightrl.strategy.optim.hooks import HOOKS, UpdateHook
 from lightrl.strategy.optim.muon import MuonWithAdamW
-from lightrl.strategy.optim.parameter_kinds import Kind, special_kinds
+from lightrl.strategy.optim.parameter_kinds import VECTORS, Kind, special_kinds
 from lightrl.strategy.results import TrainedModel
 
 MAIN_COPIES = "main copies"  # the float32 weights that an optimizer steps, where other weights compute
@@ -144,9 +144,9 @@ def parameter_groups(
     is_plain = optim.name == "adamw" and optim.decay_embeddings and not optim.lr_scales
     special = {} if is_plain else special_kinds(model, optim, shape_of)
     groups: dict[Kind, list[nn.Parameter]] = {}
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            kind = special.get(parameter) or Kind(is_undecayed=len(shape_of(parameter)) < 2)
+            kind = special.get(parameter) or Kind(is_undecayed=len(shape_of(parameter)) < 2 or name.endswith(VECTORS))
             groups.setdefault(kind, []).append(parameter)
     decays = {True: 0.0, False: weight_decay}
     return [

@@ -10,6 +10,8 @@ from torch import Size, Tensor, nn
 
 from lightrl.config import OptimConfig, lr_scales
 
+# The parameters of several vectors: decay rates and skips of Mamba, and biases, such as those of experts.
+VECTORS = ("A_log", ".D", "bias")  # ends of names
 HEAD_NAMES = ("value_head", "v_head", "critic_head", "score")  # modules that are a value head
 
 
@@ -32,7 +34,8 @@ def special_kinds(model: nn.Module, optim: OptimConfig, shape_of: Callable[[Tens
     kinds = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            num_dims, is_embedding = len(shape_of(parameter)), id(parameter) in embeddings
+            num_dims = 1 if name.endswith(VECTORS) else len(shape_of(parameter))
+            is_embedding = id(parameter) in embeddings
             is_muon = num_dims == 2 and id(parameter) in in_blocks and not is_embedding
             is_decayed = num_dims >= 2 and (optim.decay_embeddings or not is_embedding)
             scale = _scale_of(name, optim) if optim.lr_scales else 1.0

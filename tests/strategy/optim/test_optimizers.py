@@ -44,6 +44,25 @@ def test_vectors_are_not_decayed_and_embeddings_as_asked() -> None:
     ]
 
 
+class Stacked(nn.Module):
+    """A parameter of each kind that holds several vectors, and matrices of similar names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = nn.Module()
+        for name in ("A_log", "D", "down_proj_bias", "down_proj", "bias_proj", "LORA_D"):
+            block.register_parameter(name, nn.Parameter(torch.zeros(2, 2)))
+        self.layers = nn.ModuleList([block])
+
+
+@pytest.mark.parametrize("settings", [{}, {"name": "muon"}, {"decay_embeddings": False}])
+def test_vectors_that_are_stored_as_a_matrix_are_vectors(settings: dict[str, Any]) -> None:
+    matrices = [f"layers.0.{name}" for name in ("down_proj", "bias_proj", "LORA_D")]
+    vectors = [f"layers.0.{name}" for name in ("A_log", "D", "down_proj_bias")]
+    groups = described(Stacked(), **settings)
+    assert sorted(groups) == sorted([(matrices, 1.0, 0.1), (vectors, 1.0, 0.0)])
+
+
 def test_rates_by_pattern_and_the_first_that_fits() -> None:
     found = described(Tiny(), lr_scales=("lm_head=0.5", "layers.*.bias=0", "layers=2"))
     assert found == [
