@@ -164,13 +164,14 @@ class CheckpointDirectory:
             else:
                 os.rename(path, final)
         elif _has_step_name(path, _TEMPORARY_PREFIX):
-            shutil.rmtree(path)
+            self._delete(path)
         elif _has_step_name(path, _DELETED_PREFIX):
             _remove(path)
 
     def _delete(self, path: Path) -> None:
         """Renames the directory before deleting it, so that a crash cannot leave half a checkpoint under its name."""
-        doomed = self.root / (_DELETED_PREFIX + path.name.removeprefix(_REPLACED_PREFIX))
+        name = path.name.removeprefix(_REPLACED_PREFIX).removeprefix(_TEMPORARY_PREFIX)
+        doomed = self.root / (_DELETED_PREFIX + name)
         if doomed.exists():
             shutil.rmtree(doomed)
         os.rename(path, doomed)

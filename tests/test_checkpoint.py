@@ -265,6 +265,21 @@ def test_a_checkpoint_that_cannot_be_deleted_yet_ends_no_run(
     assert names(tmp_path) == ["latest", "step-000004"]
 
 
+def test_a_leftover_that_cannot_be_deleted_yet_does_not_hinder_the_next_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_busy(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY))
+
+    directory = CheckpointDirectory(tmp_path, keep=2)
+    (directory.begin(1) / "left").write_text("x")  # by a run that was killed
+    with monkeypatch.context() as busy:  # as NFS, while a process on another node still writes there
+        busy.setattr(os, "rmdir", is_busy)
+        save(directory, 1)
+    save(directory, 2)
+    assert names(tmp_path) == ["latest", "step-000001", "step-000002"]
+
+
 def test_misuse_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="keep is 0"):
         CheckpointDirectory(tmp_path, keep=0)
