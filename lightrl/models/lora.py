@@ -356,10 +356,14 @@ def plain_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Returns (name, parameter), sorted by name, of adapters, and of modules that train as a whole.
 
-    An adapter counts even where --optim.lr_scales has frozen a part of it, because nobody else has its values.
+    They count even where --optim.lr_scales has frozen some, because nobody else has their values.
     """
+    config: Any = getattr(model, "peft_config", {}).get(ADAPTER)
+    whole = tuple(f"{module}." for module in getattr(config, "modules_to_save", None) or ())
     named = model.named_parameters()
-    return sorted((name, item) for name, item in named if item.requires_grad or is_adapter(name))
+    return sorted(
+        (name, item) for name, item in named if item.requires_grad or is_adapter(name) or name.startswith(whole)
+    )
 
 
 def is_adapter(name: str) -> bool:

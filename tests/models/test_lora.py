@@ -240,11 +240,14 @@ def classifier() -> Any:
     return AutoModelForTokenClassification.from_config(config, attn_implementation="eager").eval()
 
 
-def test_a_head_trains_whole_and_goes_with_the_adapter(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_head_trains_whole_and_goes_with_the_adapter(is_frozen: bool, tmp_path: Path) -> None:
     ours = classifier()
     lora.add_adapters(ours, LoraConfig(rank=2), seed=0, trained=("score",))
     assert isinstance(ours.score, nn.Linear)
     assert ours.score.weight.requires_grad
+    if is_frozen:
+        apply_lr_scales([ours], OptimConfig(lr_scales=("score=0",)), must_match=True)
     disturb(ours)
     lora.save_adapter(ours, dict(lora.trained_parameters(ours)), tmp_path)
     theirs = peft.PeftModel.from_pretrained(classifier(), str(tmp_path))

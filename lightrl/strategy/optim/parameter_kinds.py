@@ -64,6 +64,8 @@ def apply_lr_scales(models: Sequence[nn.Module | None], optim: OptimConfig, *, m
     for name, parameter in trained:
         if _scale_of(name, optim) == 0:
             parameter.requires_grad_(False)
+    if trained and not any(parameter.requires_grad for _, parameter in trained):
+        raise ValueError(f"--optim.lr_scales {' '.join(optim.lr_scales)} leaves no parameter to train.")
 
 
 def _fits(pattern: str, name: str) -> bool:

@@ -85,6 +85,8 @@ def test_muon_takes_the_matrices_of_blocks() -> None:
 
 
 def test_patterns_that_are_wrong_are_told() -> None:
+    with pytest.raises(ValueError, match=r"--optim.lr_scales \*=0 leaves no parameter to train"):
+        apply_lr_scales([Tiny()], OptimConfig(lr_scales=("*=0",)), must_match=True)
     with pytest.raises(ValueError, match="no parameter that trains has head2 in its name"):
         apply_lr_scales([Tiny(), nn.Linear(1, 1)], OptimConfig(lr_scales=("head2=0.1", "norm=2")), must_match=True)
     later = OptimConfig(lr_scales=("norm=2", "value_head=3"))  # of a critic
