@@ -278,7 +278,7 @@ def fit(trainer: Trainer) -> dict[str, float]:
         console.say(f"run folder: {folder.root}\n{trainer.batches}")
         metrics: dict[str, float] = {}
         if trainer.step_index:
-            console.say(f"continuing after step {trainer.step_index} from {trainer.run.checkpoint}")
+            console.say(f"continuing after step {trainer.step_index} from {trainer.run.checkpoint or 'memory'}")
         elif config.eval.every:
             metrics = _evaluate(trainer, console)
             _log(trainer, log, metrics)
@@ -352,12 +352,11 @@ class RunLog:
         """Logs the metrics of the last step; step 0 is the evaluation before any training."""
         if not self._comm.is_main or not metrics:
             return
-        step = self._trainer.step_index
         with self._comm.phase("log"):
-            self._trainer.folder.append_metrics(step, metrics)
+            self._trainer.folder.append_metrics(self._trainer.step_index, metrics)
             if self._board is not None:  # one event: the writer's thread wakes once, and not for each number
                 scalars = [{"tag": name, "simple_value": value} for name, value in metrics.items()]
-                self._board.file_writer.add_summary({"value": scalars}, step)
+                self._board.file_writer.add_summary({"value": scalars}, self._trainer.step_index)
                 self._board.flush()  # before the step can be in a checkpoint, since a killed run goes on after that
 
     def write_samples(self, experience: Sequence[Experience]) -> None:

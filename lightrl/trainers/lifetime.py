@@ -77,8 +77,8 @@ def ended_by_signals(run: StoppableRun) -> Iterator[Callable[[], bool]]:
     watch.start()
     try:
         yield partial(_goes_on, run, watch)
-    except RankError as error:
-        _tell_of_the_end(run, error)
+    except (Exception, KeyboardInterrupt) as error:
+        _leave_step(run, error)
         raise
     finally:
         watch.stop()
@@ -92,9 +92,15 @@ def _goes_on(run: StoppableRun, watch: SignalWatch) -> bool:
     return not is_over
 
 
-def _tell_of_the_end(run: StoppableRun, error: RankError) -> None:
-    """Explains the end while signals are still handled: torchrun ends this rank once the failed one is gone."""
-    if is_under_torchrun():
+def _leave_step(run: StoppableRun, error: BaseException) -> None:
+    """Drops the gradients of a step that failed, since a notebook may go on, or tells that another rank has failed.
+
+    That is told while signals are still handled: torchrun ends this rank once the failed one is gone.
+    """
+    if not isinstance(error, RankError):
+        for trained in run.strategy.trained.entries:
+            run.strategy.layout.drop_gradients(trained.model)
+    elif is_under_torchrun():
         tell(error)
         _say(f"The run has ended; {how_to_go_on(run)}.")
 

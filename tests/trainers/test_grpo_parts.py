@@ -3,12 +3,14 @@
 import dataclasses
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
-from lightrl.config import AlgorithmConfig, DynamicSamplingConfig, GRPOConfig, OverlongConfig
-from lightrl.records import ScoredGroup
+from lightrl.config import AlgorithmConfig, DynamicSamplingConfig, EvalConfig, GRPOConfig, OverlongConfig
+from lightrl.records import PackedBatch, ScoredGroup, TokenScores
 from lightrl.rewards import NO_REWARD
 from lightrl.rollout.scheduled_collector import SingleTurn
 from lightrl.trainers.grpo import GRPOTrainer
@@ -168,3 +170,33 @@ def test_a_step_without_any_reward_tells_no_mean(trainer: GRPOTrainer, groups: l
     assert "reward/mean" not in trainer.report().metrics
     describe_rollout(samples, [NO_REWARD, 1.0, 0.0], trainer.statistics)
     assert trainer.report().metrics["reward/mean"] == 0.5
+
+
+class Interrupted(GRPOTrainer):
+    """Ctrl-C comes in the second micro-batch of the first update, if at all."""
+
+    num_left = 0
+
+    def loss(self, scores: TokenScores, batch: PackedBatch) -> Tensor:
+        self.num_left -= 1
+        if self.num_left == 0:
+            raise KeyboardInterrupt
+        return super().loss(scores, batch)
+
+
+def test_what_an_interrupted_step_has_computed_is_no_part_of_the_next_one(
+    toy_options: dict[str, Any], tmp_path: Path
+) -> None:
+    norms = []
+    for name in ("undisturbed", "interrupted"):
+        options = {**toy_options, "num_prompts": 2, "max_steps": 1, "micro_batch_size": 2, "eval": EvalConfig(every=0)}
+        trainer = Interrupted(GRPOConfig(**options, output_dir=str(tmp_path / name)))
+        if name == "interrupted":
+            trainer.num_left = 2
+            with pytest.raises(KeyboardInterrupt):
+                trainer.fit()
+        else:
+            trainer.prompts.draw(2)  # those of the step that is interrupted
+        norms.append(trainer.fit()["grad_norm"])
+        trainer.close()
+    assert norms[0] == norms[1] > 0

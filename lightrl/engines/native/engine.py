@@ -367,11 +367,12 @@ class NativeEngine(InferenceEngine):
         self._require_open("sleep")
         if self.has_unfinished():
             raise RuntimeError(_describe_unfinished(self._scheduler))
-        self._is_awake = False
         if level == 2:
             self._dropped = drop_weights(self._runner.model)
         self._runner.refresh()  # also frees what was derived from the weights
-        return self._cache.free() + sum(size for _, size in self._dropped)
+        num_bytes = self._cache.free() + sum(size for _, size in self._dropped)
+        self._is_awake = False  # last: after Ctrl-C in a notebook it counts as awake, and takes its memory anew
+        return num_bytes
 
     def wake(self, part: EnginePart) -> None:
         """Takes memory for the weights, which must be loaded after level 2; the first request makes the cache."""

@@ -324,6 +324,26 @@ def test_sleep_frees_the_cache_and_wake_brings_the_engine_back(make_engine):
     assert [item.output_token_ids for item in after] == [item.output_token_ids for item in before]
 
 
+@pytest.mark.parametrize("is_freed", [False, True])
+def test_ctrl_c_on_the_way_to_sleep_leaves_an_engine_that_is_awake(is_freed, make_engine, monkeypatch):
+    engine, params = make_engine(), [SamplingParams(max_new_tokens=8, seed=3)]
+    before = engine.generate([[5, 6]], params)
+    free = engine._cache.free
+
+    def interrupted():
+        if is_freed:
+            free()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._cache, "free", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.sleep()
+    after = engine.generate([[5, 6]], params)
+    assert [item.output_token_ids for item in after] == [item.output_token_ids for item in before]
+    assert engine.sleep() > 0
+
+
 def test_sleep_is_refused_while_requests_are_unfinished(make_engine):
     engine = make_engine(max_num_seqs=1)
     engine.submit([5], SamplingParams(max_new_tokens=5, ignore_eos=True))
