@@ -41,6 +41,13 @@ if TYPE_CHECKING:
 
 OwnOptions: TypeAlias = Mapping[str, float | None]  # parameters that have options of their own; None is not passed
 Trial: TypeAlias = Callable[[], tuple[Any, ...]]  # makes the arguments for a trial call
+_RESULTS: Mapping[Kind, str] = {
+    "advantage": "a tensor with one number per sample",
+    "returns": "TokenReturns",
+    "loss": "TokenLoss, as token_loss() makes it",
+    "aggregation": "TokenWeights",
+    "correction": "Correction",
+}
 
 # If one of these options has another value, the loss has more terms than the policy loss, or follows a target.
 _OF_TERMS = ["kl_coef", "kl_target", "entropy_coef", "entropy_target", "entropy_fraction", "selection_args"]
@@ -253,10 +260,20 @@ def _load_with(
         raise _given_twice(given, parameters, option)
     try:
         function = load(kind, name, {**parameters, **given})
-        function(*trial())
+        _check_result(kind, function(*trial()))
     except (ValueError, TypeError, ZeroDivisionError) as error:
         raise _failed_trial(str(error), f"--{option}", name, parameters, given) from error
     return function
+
+
+def _check_result(kind: Kind, result: object) -> None:
+    """Raises TypeError for what a function often returns by mistake: nothing, a list, or a tensor of another kind."""
+    is_wrong = result is None or isinstance(result, Tensor | list | float)
+    if kind == "advantage":
+        is_wrong = not (isinstance(result, Tensor) and result.shape == (2,))
+    if is_wrong:
+        given = f"a tensor of shape {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+        raise TypeError(f"for two samples or tokens it returned {given}, and it must return {_RESULTS[kind]}.")
 
 
 def _correction(config: AlgorithmConfig) -> Callable[[OffPolicyTokens], Correction]:

@@ -183,6 +183,34 @@ def test_a_group_that_is_too_small_is_refused(name: str, group_size: int, text: 
         PolicyObjective(AlgorithmConfig(advantage=name), group_size=group_size)
 
 
+def as_a_list(samples: ScoredSamples) -> Any:
+    return samples.scores.tolist()
+
+
+def of_the_batch(samples: ScoredSamples) -> Tensor:
+    return samples.scores.mean()
+
+
+def mean_loss(tokens: PolicyTokens) -> Any:
+    return -(tokens.masked_advantages * tokens.log_ratio).mean()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"advantage": HERE + "as_a_list"}, "returned list, and it must return a tensor with one number per sample"),
+        (
+            {"advantage": HERE + "of_the_batch"},
+            r"returned a tensor of shape \[\], and it must return a tensor with one",
+        ),
+        ({"loss": HERE + "mean_loss"}, r"returned a tensor of shape \[\], and it must return TokenLoss"),
+    ],
+)
+def test_what_a_function_returns_by_mistake_is_told_at_the_start(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        PolicyObjective(AlgorithmConfig(**options), group_size=4)
+
+
 @pytest.mark.parametrize(
     "name", ["unmarked", "whitened", "over_greedy", "lightrl.algorithms.advantages:reinforce", "reinforce", "remax"]
 )
