@@ -245,8 +245,7 @@ class DynamicSamplingConfig:
     """Maximum number of steps that a surplus group is kept for a later batch. 0: drop surplus groups. The ratio of its
     tokens is to the policy that sampled them."""
     reward: str = option("", check=partial(check_needed, "dynamic_sampling.reward", "dynamic_sampling.enabled"))
-    """One of several rewards that must differ too, such as math beside a reward of length that always differs; its
-    metric is reward/NAME. Empty: only their sum must differ."""
+    """One of several rewards that must differ too, such as math beside one of length. Empty: only their sum must."""
 
 
 @dataclass(kw_only=True, slots=True)
