@@ -116,7 +116,9 @@ class Session:
             resent = checked_messages([message])  # as the client will send it with its next request
             if wish.adapter == POLICY:
                 self.conversations.remember(call, histories([*messages, *resent], tools)[-1])
-            reason = "tool_calls" if "tool_calls" in message else _finish_reason(turn)
+            reason = _finish_reason(turn)
+            if reason == "stop" and "tool_calls" in message:  # a cut turn stays "length": another call may be missing
+                reason = "tool_calls"
             replies.append(Reply(call=call, message=message, finish_reason=reason))
         return replies
 

@@ -84,7 +84,7 @@ def test_a_tool_call_and_its_answer_go_on_from_the_engines_tokens() -> None:
         for text in map(str, range(100)):
             messages = [{"role": "user", "content": text}]
             answer = await chat({"messages": messages, "tools": TOOLS})
-            if answer["choices"][0]["finish_reason"] == "tool_calls":
+            if "tool_calls" in answer["choices"][0]["message"]:
                 break
         message = answer["choices"][0]["message"]
         assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
@@ -102,6 +102,20 @@ def test_a_tool_call_and_its_answer_go_on_from_the_engines_tokens() -> None:
         assert made.conversations.calls[-1].parent is None
 
     asyncio.run(run())
+
+
+def test_a_turn_with_a_call_that_was_cut_off_ends_by_its_length() -> None:
+    async def run() -> set[tuple[str, str]]:
+        made, _ = session()
+        chat, _ = session_callers(made, TOKENIZER)
+        found = set()
+        for text in map(str, range(200)):
+            (choice,) = (await chat({"messages": [{"role": "user", "content": text}], "tools": TOOLS}))["choices"]
+            if "tool_calls" in choice["message"]:
+                found.add((made.conversations.calls[-1].turn.finish_reason, choice["finish_reason"]))
+        return found
+
+    assert asyncio.run(run()) == {("stop", "tool_calls"), ("length", "length")}
 
 
 def test_calls_that_special_tokens_mark_are_found() -> None:
