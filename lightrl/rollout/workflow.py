@@ -83,6 +83,7 @@ class EnvironmentWorkflow(Workflow):
         self._make = load_object(environment, builtin=BUILTIN_ENVIRONMENTS, what="environment", example="MyEnvironment")
         check_arguments(f"environment {environment!r}", self._make, arguments)
         self._arguments = arguments
+        self._has_shown_close_error = False
         trial = self._new_environment()  # a wrong argument shows here, before anything expensive
         try:
             run_to_its_end(_closed(trial))
@@ -97,14 +98,29 @@ class EnvironmentWorkflow(Workflow):
 
     async def arun_episode(self, engine: EngineClient, data: Prompt) -> Episode:
         """Alternates turns and observations until the environment, max_turns or the context ends the episode."""
-        environment = self._new_environment()
+        environment, episode = self._new_environment(), None
         try:
             opening = await _awaited(environment.reset(data))
             episode = _begun(engine, data, opening)
             await self._play(engine, environment, episode)
             return episode
         finally:
+            await self._close(environment, episode)
+
+    async def _close(self, environment: Any, episode: Episode | None) -> None:
+        """Closes the environment. An error in close() is counted and logged, and the episode stays as it is."""
+        try:
             await _closed(environment)
+        except Exception:
+            if episode is not None:
+                episode.count("close_errors")
+            if not self._has_shown_close_error:
+                self._has_shown_close_error = True
+                logger.warning(
+                    "An environment could not be closed, and may keep what it uses, such as memory or processes. "
+                    "episode/close_errors counts such episodes.",
+                    exc_info=True,
+                )
 
     async def _play(self, engine: EngineClient, environment: Any, episode: Episode) -> None:
         episode.reward = 0.0

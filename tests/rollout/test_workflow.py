@@ -169,6 +169,28 @@ def test_an_environment_that_cannot_be_closed_yet_ends_no_start(caplog: pytest.L
     assert "AttributeError: browser" in caplog.text
 
 
+class Leaks(Count):
+    """Fails to close, at the end of an episode that it may have failed before."""
+
+    def close(self) -> None:
+        raise OSError("still in use")
+
+
+def test_an_error_of_close_is_counted_and_keeps_the_episode(caplog: pytest.LogCaptureFixture) -> None:
+    workflow = EnvironmentWorkflow(environment=f"{HERE}Leaks", length=1)
+    caplog.clear()
+    for _ in range(2):
+        episode = asyncio.run(workflow.arun_episode(client(Recorder()), PROMPT))
+        assert (episode.reward, episode.numbers) == (0.25, {"close_errors": 1.0})
+    assert caplog.text.count("could not be closed") == caplog.text.count("OSError: still in use") == 1
+
+
+def test_an_error_of_close_hides_no_error_of_the_episode() -> None:
+    workflow = EnvironmentWorkflow(environment=f"{HERE}Leaks", length=1)
+    with pytest.raises(AssertionError):
+        asyncio.run(workflow.arun_episode(client(Recorder()), Prompt(index=1, text="1=", token_ids=(3, 13))))
+
+
 class Gymnasium:
     """Returns what it is told to, by default what environments of gymnasium return."""
 
