@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import math
 import threading
+import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -59,6 +60,34 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
+def run_until_done(loop: asyncio.AbstractEventLoop, main: Awaitable[Result]) -> Result:
+    """Runs the loop until main is done; exit() in another task is an error of that task, not the end of the loop."""
+    task = asyncio.ensure_future(main, loop=loop)
+    while True:
+        try:
+            return loop.run_until_complete(task)
+        except SystemExit as error:
+            if task.done():
+                return task.result()
+            if not _is_of_a_task(error):
+                raise
+
+
+def run_for_ever(loop: asyncio.AbstractEventLoop) -> None:
+    """Runs the loop of a thread until stop(); exit() in a task is an error of that task."""
+    while True:
+        try:
+            return loop.run_forever()
+        except SystemExit as error:
+            if not _is_of_a_task(error):
+                raise
+
+
+def _is_of_a_task(error: SystemExit) -> bool:
+    """Returns whether a task or callback called exit(), and not the handler of a signal while the loop waited."""
+    return any(frame.f_code is asyncio.Handle._run.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
 class AsyncRunner(UnitRunner):
     """Awaits the calls of an async reward, all on one event loop, because a user's session may depend on its loop."""
 
@@ -86,7 +115,7 @@ class AsyncRunner(UnitRunner):
                     running = asyncio.run_coroutine_threadsafe(self._gather(units, budget), loop)
                     outcomes = running.result(limit_s or None)
                 else:
-                    outcomes = loop.run_until_complete(self._gather(units, budget))
+                    outcomes = run_until_done(loop, self._gather(units, budget))
         except (TimeLimitError, concurrent.futures.TimeoutError) as error:
             raise self._blocks() from error
         return [outcome for unit in outcomes for outcome in unit]
@@ -123,7 +152,7 @@ class AsyncRunner(UnitRunner):
 
     def _start_thread(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=loop.run_forever, name=f"reward {self.name}", daemon=True)
+            self._thread = threading.Thread(target=run_for_ever, args=(loop,), name=f"reward {self.name}", daemon=True)
             self._thread.start()
 
     async def _wait(self, running: asyncio.Future[Any], loop: asyncio.AbstractEventLoop, limit_s: float) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from lightrl.rewards.async_scoring import is_in_a_loop, new_event_loop
+from lightrl.rewards.async_scoring import is_in_a_loop, new_event_loop, run_until_done
 
 Result = TypeVar("Result")
 
@@ -26,9 +26,9 @@ def _run(main: Coroutine[Any, Any, Result]) -> Result:
     """Does what asyncio.run() does, but without waiting for threads, or for long for tasks that cannot be cancelled."""
     loop = new_event_loop()
     try:
-        return loop.run_until_complete(main)
+        return run_until_done(loop, main)
     finally:
-        loop.run_until_complete(_end_others())
+        run_until_done(loop, _end_others())
         loop.close()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightrl.engines.base import AnyPrompt, Completion, EngineGroup, SamplingParams, as_prompt
 from lightrl.engines.colocated import ColocatedEngine
-from lightrl.rewards.async_scoring import new_event_loop
+from lightrl.rewards.async_scoring import new_event_loop, run_until_done
 from lightrl.rollout.driver import EpisodeDriver, Wish, _Tick
 from lightrl.rollout.journal import CURRENT, Journal, Number, next_shared
 
@@ -96,7 +96,7 @@ class PhasedDriver(EpisodeDriver):
                 self._follow_once()
             return
         try:
-            self._loop.run_until_complete(self._lead_steps(count))
+            run_until_done(self._loop, self._lead_steps(count))
         except BaseException as error:
             self._group.broadcast(_Tick([], [], failure=f"{type(error).__name__}: {error}", is_last=True))
             raise
@@ -162,7 +162,7 @@ class PhasedDriver(EpisodeDriver):
         for task in tasks:
             task.cancel()
         if tasks:
-            self._loop.run_until_complete(asyncio.wait(tasks))
+            run_until_done(self._loop, asyncio.wait(tasks))
         tickets = {ticket for ticket, _ in keys}
         self._wishes = [wish for wish in self._wishes if wish.ticket not in tickets]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Sequence
 
@@ -48,6 +49,24 @@ def test_an_async_reward_keeps_its_loop_from_call_to_call() -> None:
     runner.run([answered("")], FailureBudget())
     runner.close()
     assert loops[0] is loops[1]
+
+
+def test_exit_in_a_task_of_an_async_reward_fails_only_its_call() -> None:
+    async def leave(sample: Sample) -> float:
+        return sys.exit(3) if sample.text == "x" else float(sample.text)
+
+    async def leaving(sample: Sample) -> float:
+        return sum(await asyncio.gather(leave(sample)))
+
+    def outcomes() -> list[object]:
+        return run(leaving, [answered("1"), answered("x"), answered("2")], max_failures=1, timeout_s=20)[0]
+
+    async def cell() -> list[object]:
+        return outcomes()
+
+    for first, failure, last in (outcomes(), asyncio.run(cell())):  # here, and in a thread of the reward
+        assert (first, last) == (1.0, 2.0)
+        assert "exit(3)" in str(failure)
 
 
 def test_an_async_reward_that_blocks_is_told_so() -> None:

@@ -188,6 +188,9 @@ def test_a_reward_that_calls_exit_has_failed() -> None:
         await asyncio.sleep(0)
         return leaving(sample)
 
+    async def leaving_in_a_task(sample: Sample) -> float:
+        return sum(await asyncio.gather(leaving_later(sample)))
+
     @batch_reward
     def leaving_together(samples: Sequence[Sample]) -> list[float]:
         return [leaving(item) for item in samples]
@@ -196,6 +199,7 @@ def test_a_reward_that_calls_exit_has_failed() -> None:
         (leaving, "SystemExit: 0"),
         (leaving_together, "SystemExit: 0"),
         (leaving_later, r"exit\(0\)"),
+        (leaving_in_a_task, r"exit\(0\)"),
     ):
         with pytest.raises(RewardError, match=f"The reward 'mine' raised .*{told} on prompt 10"):
             run(reward, [answered("a")])

@@ -1,4 +1,6 @@
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -41,6 +43,38 @@ def test_an_error_comes_out_of_the_thread() -> None:
 
     with pytest.raises(KeyError, match="a mistake"):
         asyncio.run(cell())
+
+
+async def leaves() -> None:
+    sys.exit(3)
+
+
+def test_exit_in_a_task_is_an_error_of_what_awaits_it_and_stops_nothing_else() -> None:
+    async def told() -> str:
+        try:
+            await asyncio.gather(leaves())
+        except SystemExit as error:
+            return f"exit {error.code}"
+        return "nothing"
+
+    async def main() -> list[str]:
+        return await asyncio.gather(told(), asyncio.sleep(0.05, "the other"))
+
+    assert run_to_its_end(main()) == ["exit 3", "the other"]
+    with pytest.raises(SystemExit, match="3"):
+        run_to_its_end(leaves())
+
+
+def test_a_signal_whose_handler_exits_ends_a_loop_that_waits() -> None:
+    former = signal.signal(signal.SIGUSR1, lambda *_: sys.exit(4))
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1))
+    timer.start()
+    try:
+        with pytest.raises(SystemExit, match="4"):
+            run_to_its_end(asyncio.sleep(30))
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, former)
 
 
 def test_a_thread_that_never_returns_delays_neither_the_end_nor_that_of_the_process() -> None:

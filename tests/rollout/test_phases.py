@@ -1,6 +1,7 @@
 """Phases of a driver: episodes that stop half way go on under new weights, or are dropped, and the engine is idle."""
 
 import asyncio
+import sys
 from collections.abc import Awaitable
 from functools import partial
 from typing import Any
@@ -63,6 +64,26 @@ def test_an_episode_that_is_ended_asks_for_nothing_more() -> None:
     assert list(made.under_way) == [(1, 0)]
     assert [wish.ticket for wish in made._wishes] == [1]
     assert run_through(made)[1, 0] == expected[1, 0]
+
+
+def test_exit_in_a_task_of_an_episode_ends_only_the_episode() -> None:
+    async def leaves(made: PhasedDriver) -> str:
+        async def leave() -> None:
+            await two_turns(made, 3)
+            sys.exit(3)
+
+        try:
+            await asyncio.create_task(leave())
+        except SystemExit as error:
+            return f"exit {error.code}"
+        return "nothing"
+
+    made = driver()
+    begun(made, [9])
+    made.begin(Journal(1, 0, 0), lambda: leaves(made))
+    ended = run_through(made)
+    assert ended[1, 0] == "exit 3"
+    assert len(ended[0, 0][0]) == 9 + 2
 
 
 def test_stopped_episodes_go_on_at_the_same_token() -> None:

@@ -6,12 +6,11 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from lightrl.imports import load_object
 from lightrl.records import Prompt
-from lightrl.rewards.async_scoring import new_event_loop, without_exit
+from lightrl.rewards.async_scoring import new_event_loop, run_for_ever, without_exit
 from lightrl.rollout.client import EngineClient
 from lightrl.rollout.endpoint.server import ENDPOINT_OPTIONS, Endpoint
 from lightrl.rollout.endpoint.session import Session
@@ -81,15 +80,8 @@ class AgentWorkflow(EndpointWorkflow):
         """Returns a loop of their own: an agent that blocks the endpoint's would wait for its own request for ever."""
         if self._loop is None:
             self._loop = new_event_loop()
-            threading.Thread(target=_run, args=(self._loop,), name="agents", daemon=True).start()
+            threading.Thread(target=run_for_ever, args=(self._loop,), name="agents", daemon=True).start()
         return self._loop
-
-
-def _run(loop: asyncio.AbstractEventLoop) -> None:
-    """Runs a loop for ever; exit() in a task that an agent has made is an error of the agent, which awaits the task."""
-    while True:
-        with suppress(SystemExit):
-            loop.run_forever()
 
 
 def _loaded_agent(name: str, arguments: Mapping[str, Any]) -> tuple[Callable[..., Any], list[str]]:
