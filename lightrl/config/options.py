@@ -285,9 +285,9 @@ def engine_arguments(config: Any) -> dict[str, Any]:
 
 
 def _yaml_value(text: str, label: str) -> Any:
-    """Reads 3e-4 as a number too, which YAML 1.1 takes for a text because it has no point."""
+    """Reads 3e-4 as a number too, which YAML 1.1 takes for a text because it has no point; '5' in quotes is a text."""
     value = parse_yaml(text, label)
-    if isinstance(value, str):
+    if isinstance(value, str) and not text.lstrip().startswith(("'", '"')):
         try:
             return float(value)
         except ValueError:

@@ -175,4 +175,10 @@ def test_named_values_are_read_as_yaml() -> None:
         "d": True,
         "e": None,
     }
+    assert named_values(("a='4'", 'b="3e-4"', "c=' 5'", "d='[x]'"), "x") == {
+        "a": "4",
+        "b": "3e-4",
+        "c": " 5",
+        "d": "[x]",
+    }
     assert nearest_name("fspd", {"fsdp", "single"}) == "Did you mean fsdp?"
