@@ -41,8 +41,6 @@ class MultiTurnWorkflow(Workflow):
         """
         if not 0 < discount <= 1:
             raise ValueError(f"discount is {discount}: it must be above 0 and at most 1.")
-        if not isinstance(feedback, str):  # YAML reads No as a bool
-            raise ValueError(f"feedback is {feedback}: it must be a text; quotes keep it one, as in feedback='\"No\"'.")
         if arguments and not user:
             raise ValueError(f"{', '.join(sorted(arguments))}: arguments of a user, and there is no user=... .")
         self._user = load_object(user, builtin={}, what="user", example="MyUser") if user else None

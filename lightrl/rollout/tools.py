@@ -45,8 +45,8 @@ class ToolWorkflow(Workflow):
         if not timeout_s > 0 or max_result_chars < 1:
             raise ValueError(f"timeout_s is {timeout_s} and max_result_chars {max_result_chars}: both must be above 0.")
         self._parser = parser_named(parser)
-        made = [load_tool(name) for name in ([tools] if isinstance(tools, str) else tools)]
-        for command in [mcp] if isinstance(mcp, str) and mcp else mcp:
+        made = [load_tool(name) for name in ([tools] if isinstance(tools, str) else tools or ())]
+        for command in [mcp] if isinstance(mcp, str) and mcp else mcp or ():
             made += load_object(_MCP, builtin={}, what="adapter", example="")(command)
         self._box = ToolBox(made, timeout_s=timeout_s, max_result_chars=max_result_chars)
 

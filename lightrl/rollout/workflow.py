@@ -226,6 +226,8 @@ def check_arguments(what: str, made: Callable[..., Any], arguments: Mapping[str,
     except TypeError as error:
         raise ValueError(f"--rollout.workflow_args: the {what} cannot be built: {error}.") from error
     check_types(signature, arguments)
+    if getattr(made, "__module__", "").startswith("lightrl."):  # others may take a number for a text
+        _check_texts(signature, arguments)
 
 
 def check_types(signature: inspect.Signature, arguments: Mapping[str, Any]) -> None:
@@ -234,3 +236,21 @@ def check_types(signature: inspect.Signature, arguments: Mapping[str, Any]) -> N
         declared = declared_type(signature.parameters[key].annotation) if key in signature.parameters else ""
         if not fits(declared, value) and value is not None:
             raise ValueError(f"--rollout.workflow_args: {key} is {value!r}, and it must be {declared}.")
+
+
+def _check_texts(signature: inspect.Signature, arguments: Mapping[str, Any]) -> None:
+    """Raises ValueError for a value that YAML does not read as a text where one is needed, or where nothing stands."""
+    for key, value in arguments.items():
+        parameter = signature.parameters.get(key)
+        if parameter is None or (value is None and parameter.default in ("", (), None)):
+            continue
+        wanted = _TEXTS.get(parameter.annotation, "")
+        texts = value if isinstance(value, list) and "list" in wanted else [value]
+        if wanted and not all(isinstance(text, str) for text in texts):
+            hint = "; quotes keep it one, as in " + f"{key}='\"...\"'" if isinstance(value, int | float) else ""
+            raise ValueError(f"--rollout.workflow_args: {key} is {value!r}, and it must be {wanted}{hint}.")
+        if value is None:
+            raise ValueError(f"--rollout.workflow_args: {key} has no value.")
+
+
+_TEXTS = {"str": "a text", "str | Sequence[str]": "a text or a list of texts"}  # by annotation

@@ -10,11 +10,13 @@ from test_client import client
 from test_tools import Script
 
 from lightrl.builtin.model import builtin_tokenizer
+from lightrl.config import WorkflowConfig
 from lightrl.records import Prompt, Sample
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rollout.episode import Episode
 from lightrl.rollout.multi_turn import MultiTurnWorkflow
 from lightrl.rollout.siblings import Siblings
+from lightrl.rollout.workflow import load_workflow
 
 HERE = f"{__name__}:"
 PROMPT = Prompt(index=0, text="6x7=", token_ids=tuple(map(ord, "6x7=")), answer="42")
@@ -81,10 +83,11 @@ def test_feedback_without_tokens_is_refused_before_the_run() -> None:
         MultiTurnWorkflow().check(builtin_tokenizer())
 
 
-@pytest.mark.parametrize("feedback", [False, 5])  # as YAML reads No and 5
-def test_feedback_that_is_no_text_is_refused(feedback: Any) -> None:
-    with pytest.raises(ValueError, match=f"feedback is {feedback}: it must be a text"):
-        MultiTurnWorkflow(feedback=feedback)
+@pytest.mark.parametrize(("feedback", "read"), [("No", False), ("5", 5)])
+def test_feedback_that_is_no_text_is_refused(feedback: str, read: object) -> None:
+    config = WorkflowConfig(workflow="multi_turn", workflow_args=(f"feedback={feedback}",))
+    with pytest.raises(ValueError, match=f"feedback is {read}, and it must be a text; quotes keep it one"):
+        load_workflow(config)
 
 
 def test_the_context_ends_the_tries() -> None:

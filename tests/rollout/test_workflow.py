@@ -250,6 +250,11 @@ def load(**options: Any) -> Workflow:
         ),
         ({"workflow": f"{HERE}Bonus", "workflow_args": ("bonus=much",)}, "bonus is 'much', and it must be float"),
         ({"workflow": f"{HERE}Bonus", "workflow_args": ("bonus=true",)}, "bonus is True, and it must be float"),
+        ({"workflow": "tools", "workflow_args": ("tools=calculator", "parser=[json]")}, r"\['json'\], .* be a text\.$"),
+        ({"workflow": "tools", "workflow_args": ("tools=[[calculator]]",)}, r"it must be a text or a list of texts\.$"),
+        ({"workflow": "tools", "workflow_args": ("tools=calculator", "timeout_s=")}, "timeout_s has no value"),
+        ({"workflow": "environment", "workflow_args": ("environment=3",)}, "3, and it must be a text; quotes keep it"),
+        ({"workflow": "multi_turn", "workflow_args": ("user=true",)}, "user is True, and it must be a text"),
     ],
 )
 def test_what_is_no_workflow_is_refused(options: dict[str, Any], text: str) -> None:
@@ -259,6 +264,13 @@ def test_what_is_no_workflow_is_refused(options: dict[str, Any], text: str) -> N
 
 def test_arguments_of_a_workflow_fit_its_declarations() -> None:
     assert load(workflow=f"{HERE}Bonus", workflow_args=("bonus=2", "other=much")).__dict__ == {"bonus": 2}
+
+
+def test_texts_may_be_empty_or_several_and_a_users_own_may_be_read_as_numbers() -> None:
+    load(workflow="tools", workflow_args=("tools=[calculator]", "mcp=", "parser='json'"))
+    load(workflow="multi_turn", workflow_args=("user=null", "feedback='5'"))  # in quotes
+    arguments = (f"environment={HERE}Count", "length=1", "opening=7")
+    assert load(workflow="environment", workflow_args=arguments)._new_environment().opening == 7  # type: ignore[attr-defined]
 
 
 def test_arguments_of_a_constructor_without_a_signature_are_its_own() -> None:

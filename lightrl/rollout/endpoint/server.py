@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import math
 import os
 import secrets
 import threading
@@ -74,10 +75,10 @@ class Endpoint:
                 f"host={host} can be reached from other machines: set api_key_env to the name of an environment "
                 "variable that holds a key, or leave host at 127.0.0.1."
             )
-        if not 0 <= port < 65536 or wait_s < 0 or not max_body_mb > 0:
+        if not 0 <= port < 65536 or not wait_s >= 0 or not 0 < max_body_mb < math.inf:
             raise ValueError(
                 f"port={port}, wait_s={wait_s}, max_body_mb={max_body_mb}: a port is from 0 to 65535, wait_s 0 or "
-                "more, max_body_mb above 0."
+                "more, max_body_mb above 0 and finite."
             )
         self.wait_s = wait_s
         self._parser = parser_named(tool_parser)
