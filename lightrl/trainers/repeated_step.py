@@ -73,12 +73,22 @@ def _repeat(trainer: Trainer, run: Path, step: int, wanted: Mapping[str, Any], *
     if not wanted:
         _say(trainer, f"{run} has no metrics of step {step} to compare with")
     elif different:
-        _say(trainer, "\n".join(["not repeated to the bit:", *different]))
+        _say(trainer, "\n".join(["not repeated to the bit:", *different, *_reason(trainer.config.rollout.workflow)]))
     else:
         _say(
             trainer, f"step {step} was repeated to the bit: {len(_compared(wanted, report.metrics))} metrics are equal"
         )
     return different
+
+
+def _reason(workflow: str) -> list[str]:
+    """Returns a line on why a step with a workflow may differ although nothing is wrong."""
+    if not workflow:
+        return []
+    return [
+        f"Episodes of --rollout.workflow {workflow} that wait for something outside the engine, such as the requests "
+        "of an agent, share other engine steps each time, so that small differences are rounding."
+    ]
 
 
 def _learn_again(trainer: Any, record: Path) -> StepReport:

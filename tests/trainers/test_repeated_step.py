@@ -12,13 +12,19 @@ from lightrl.config import CheckpointConfig, EvalConfig, GRPOConfig, WorkflowCon
 from lightrl.trainers import lifetime, recorded_run
 from lightrl.trainers.fit import build_trainer
 from lightrl.trainers.grpo import GRPOTrainer
-from lightrl.trainers.repeated_step import _metrics_of, differences
+from lightrl.trainers.repeated_step import _metrics_of, _reason, differences
 
 
 def test_only_numbers_that_are_not_the_same_are_told() -> None:
     wanted = {"step": 3, "loss": 0.1, "kl": None, "entropy": 1.5, "time/step": 2.0, "eval/reward": 0.3}
     assert differences(wanted, {"loss": 0.1, "kl": float("nan"), "entropy": 1.5, "time/step": 9.0}) == []
     assert differences(wanted, {"loss": 0.1, "entropy": 1.5000001}) == ["entropy was 1.5, now 1.5000001"]
+
+
+def test_the_reason_of_differences_is_given_for_episodes_that_may_wait() -> None:
+    assert _reason("") == []
+    (told,) = _reason("agent")
+    assert told.startswith("Episodes of --rollout.workflow agent that wait for something outside the engine")
 
 
 def test_a_run_whose_last_line_a_kill_cut_short_has_the_steps_before_it(tmp_path: Path) -> None:
