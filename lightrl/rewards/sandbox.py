@@ -201,6 +201,8 @@ def _bubblewrap(paths: Sequence[str], *, as_root: bool) -> list[str]:
     program = shutil.which("bwrap")
     if program is None:
         raise RuntimeError("bwrap is not installed")
+    if not as_root and os.geteuid() == 0 and _may(_CHANGE_USER):  # the other sandboxes give them a real user id
+        raise RuntimeError("bwrap leaves programs root's real user id, whose threads the kernel does not limit")
     command = [program, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     command += ["--as-pid-1", "--die-with-parent", "--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"]
     command += ["--cap-add", "CAP_SETPCAP"]  # for the supervisor, which drops capabilities in each program's process

@@ -142,6 +142,20 @@ def test_it_never_runs_as_root() -> None:
     assert result.stdout.split()[1] != "0"
 
 
+def test_bubblewrap_is_left_out_where_it_cannot_limit_the_threads_of_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: "/usr/bin/bwrap")
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr(sandbox, "_may", lambda capabilities: True)
+    assert sandbox._bubblewrap([], as_root=True)[0] == "/usr/bin/bwrap"  # it changes the user
+    with pytest.raises(RuntimeError, match="whose threads the kernel does not limit"):
+        sandbox._bubblewrap([], as_root=False)
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert "--unshare-user" in sandbox._bubblewrap([], as_root=False)
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setattr(sandbox, "_may", lambda capabilities: False)  # no other sandbox could do better
+    assert "--unshare-user" in sandbox._bubblewrap([], as_root=False)
+
+
 def test_a_sandbox_that_fails_is_an_error_and_no_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "launcher.py"
     monkeypatch.setattr(sandbox, "_INSIDE", tmp_path)
