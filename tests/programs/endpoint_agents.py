@@ -5,6 +5,7 @@ import functools
 import sys
 import time
 
+import numpy as np
 import openai
 
 
@@ -36,6 +37,18 @@ def blocking(data, base_url, api_key):
 async def blocking_async(data, base_url, api_key):
     """An async function all the same."""
     blocking(data, base_url, api_key)
+
+
+def numpy_numbers(data, base_url, api_key):
+    """Numbers of numpy, as its means are."""
+    blocking(data, base_url, api_key)
+    return {"reward": np.float32(0.5), "seen": np.int64(3)}
+
+
+def noted(data, base_url, api_key):
+    """A mapping with a text."""
+    blocking(data, base_url, api_key)
+    return {"reward": 1.0, "note": "hi"}
 
 
 class Talker:

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from lightrl.imports import load_object
@@ -148,15 +149,21 @@ def episodes_of(session: Session, outcome: Any) -> list[Episode]:
         )
     numbers = dict(outcome) if isinstance(outcome, Mapping) else {"reward": outcome}
     reward = numbers.pop("reward", None)
-    if reward is not None and not isinstance(reward, int | float):
-        raise ValueError(
-            f"The agent returned a reward of type {type(reward).__name__}: return a number, None, or a mapping with "
-            "'reward' and numbers to count."
-        )
     main = episodes[0]
-    main.reward = None if reward is None else float(reward)
+    main.reward = None if reward is None else _number("reward", reward)
     main.count("calls", len(session.conversations.calls))
     main.count("branches", len(episodes) - 1)
     for name, amount in numbers.items():
-        main.count(name, float(amount))
+        main.count(name, _number(name, amount))
     return episodes
+
+
+def _number(name: str, value: Any) -> float:
+    """Returns a number of an agent as a float, also one of numpy; raises ValueError for anything else."""
+    if not isinstance(value, str | bytes):
+        with suppress(TypeError, ValueError):
+            return float(value)
+    raise ValueError(
+        f"The agent returned {name} {str(value)[:80]!r} of type {type(value).__name__}: return a number, None, or a "
+        "mapping with 'reward' and numbers to count."
+    )

@@ -44,6 +44,12 @@ def test_an_agent_gives_the_reward_and_numbers_to_count() -> None:
     assert len(episode.turns) == 2
 
 
+def test_an_agent_may_return_numbers_of_numpy() -> None:
+    [episode] = episodes("numpy_numbers")
+    assert (episode.reward, episode.numbers["seen"]) == (0.5, 3.0)
+    assert type(episode.reward) is type(episode.numbers["seen"]) is float
+
+
 def test_a_plain_function_runs_in_a_thread_and_leaves_the_reward_to_the_run() -> None:
     [episode] = episodes("blocking")
     assert episode.reward is None
@@ -65,8 +71,10 @@ def test_a_class_is_built_once_and_its_forks_are_samples() -> None:
 def test_an_agent_that_asks_nothing_fails() -> None:
     with pytest.raises(ValueError, match="has ended without a call to the policy. It must call base_url with the"):
         episodes("silent")
-    with pytest.raises(ValueError, match="The agent returned a reward of type str"):
+    with pytest.raises(ValueError, match="The agent returned reward '.*' of type str: return a number, None, or a"):
         episodes("wordy")
+    with pytest.raises(ValueError, match="The agent returned note 'hi' of type str"):
+        episodes("noted")
 
 
 @pytest.mark.parametrize("agent", ["leaves", "leaves_in_a_task"])
