@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import re
+from decimal import Decimal
 from typing import Any
 
 from lightrl.records import Sample
@@ -11,6 +13,20 @@ from lightrl.rewards.scoring import Isolation, NoVerdictError
 from lightrl.rewards.text_match import expected_answer
 
 _FINAL_ANSWER = "####"  # precedes the answer in the solutions of word problems
+_END_OF_THOUGHTS = "</think>"
+# Beside a tag, or Markdown's marks of bold, italics and code, math-verify finds no number or another one.
+_OPENING_MARKS = re.compile(r"</?[A-Za-z_]{2,}>|(?:(?<=[\s(>:])|^)[*`]{1,3}(?=\S)")
+_CLOSING_MARKS = re.compile(r"(?<=[^\s^_])[*`]{1,3}(?=[\s.,;:!?)<]|$)")
+# math-verify reads LaTeX: 10\,000 as 10 times 0, 2pi as 2 times i times p, twice the root of 3 as 2, 10^-3 as 10.
+_IN_LATEX = [
+    (re.compile(r"(?<=\d)\\[,;: ](?=\d{3}(?!\d))"), ""),
+    (re.compile(r"(?<![\\A-Za-z])(?<!rm{)(?<!xt{)(?<!me{)(pi|ln|log|sin|cos|tan)(?![A-Za-z])"), r"\\\1"),
+    (re.compile("\u221a *(?:\\(([^()]*)\\)|(\\d+(?:\\.\\d+)?|[A-Za-z]))"), r"\\sqrt{\1\2}"),
+    (re.compile(r"\^ *(-\d+)"), r"^{\1}"),
+]
+_SCIENTIFIC = re.compile(r"(?<![\w.\\])\d+(?:\.\d+)?[eE][-+]?\d{1,3}(?!\.?\w)")  # it reads 1e6 as e times 6
+_SMALL, _LARGE = 1e-6, 1e15  # beyond these, the decimals to which math-verify rounds say nothing
+_PRECISION, _EXACT = 1e-6, 1e-12  # relative, of numbers with decimals and of others
 
 
 class MathAnswer:
@@ -28,8 +44,10 @@ class MathAnswer:
         verifier = _verifier()
         expected = _parse_expected(verifier, expected_answer(sample))
         try:
-            given = verifier.parse(sample.text, parsing_timeout=None, raise_on_error=True)
-            is_right = verifier.verify(expected, given, timeout_seconds=None, raise_on_error=True)
+            given = _parse_given(verifier, sample.text)
+            is_right = _is_same_extreme(expected, given)
+            if is_right is None:
+                is_right = verifier.verify(expected, given, timeout_seconds=None, raise_on_error=True)
         except Exception as error:
             raise NoVerdictError(f"math-verify cannot compare the response with the answer: {error}") from error
         return float(is_right)
@@ -39,12 +57,37 @@ def _parse_expected(verifier: Any, answer: str) -> list[Any]:
     """Parses the prompt's answer; raises ValueError if it is not mathematics, which a reward of 0 would hide."""
     answer = answer.rpartition(_FINAL_ANSWER)[2].strip()
     is_marked = any(mark in answer for mark in ("$", "\\boxed", "\\(", "\\["))
-    parsed: list[Any] = verifier.parse(
-        answer if is_marked else f"${answer}$", parsing_timeout=None, raise_on_error=True
-    )
+    parsed = _parse(verifier, answer if is_marked else f"${answer.replace('**', '^')}$")
     if not parsed:
         raise ValueError(f"math-verify finds no mathematical expression in the prompt's answer {answer!r}")
     return parsed
+
+
+def _parse_given(verifier: Any, text: str) -> list[Any]:
+    """Parses the response's answer, which stands behind its thoughts, if anything does."""
+    text = _CLOSING_MARKS.sub("", text)
+    parts = [_OPENING_MARKS.sub(" ", part) for part in (text.rpartition(_END_OF_THOUGHTS)[2], text)]
+    return _parse(verifier, parts[0]) or _parse(verifier, parts[1])
+
+
+def _parse(verifier: Any, text: str) -> list[Any]:
+    for pattern, latex in _IN_LATEX:
+        text = pattern.sub(latex, text)
+    text = _SCIENTIFIC.sub(lambda match: f"{Decimal(match[0]):f}", text)
+    parsed: list[Any] = verifier.parse(text, parsing_timeout=None, raise_on_error=True)
+    return parsed
+
+
+def _is_same_extreme(expected: list[Any], given: list[Any]) -> bool | None:
+    """Compares very small numbers, all of which are 0 to math-verify, and very large ones with decimals; else None."""
+    numbers = [parsed[0] for parsed in (expected, given) if parsed]
+    if len(numbers) < 2 or not all(getattr(number, "is_number", False) and number.is_finite for number in numbers):
+        return None
+    is_rounded = any(number.is_Float or any(part.is_Float for part in number.args) for number in numbers)
+    one, other = (number.evalf() for number in numbers)
+    if abs(one) < _SMALL or (is_rounded and abs(one) > _LARGE):
+        return bool(abs(one - other) <= abs(one) * (_PRECISION if is_rounded else _EXACT))
+    return None
 
 
 def _verifier() -> Any:

@@ -32,6 +32,38 @@ RIGHT = [
     (r"\boxed{\{2,1\}}", r"\{1,2\}"),
     ("18", "2*9 = 18\n#### 18"),
     ("it costs 42.", 42),
+    # Beside tags and Markdown's marks.
+    ("<think>3 x 14</think><answer>42</answer>", "42"),
+    ("<answer>-1/2</answer>", "-0.5"),
+    ("It is **1/2**.", "1/2"),
+    ("It is **42** because 40+2=42.", "42"),
+    ("Answer: `42`", "42"),
+    ("* a list\n* **42**", "42"),
+    (r"\boxed{2*-3}", "-6"),
+    (r"\boxed{a^*}", "a^*"),
+    ("2**3", "8"),
+    # Behind the thoughts, if anything is there.
+    (r"<think>Perhaps \boxed{5}.</think> It is 6.", "6"),
+    (r"<think>It is \boxed{5}.</think>", "5"),
+    # In a notation other than LaTeX.
+    (r"\boxed{10\,000}", "10000"),
+    (r"\boxed{2\pi}", "2pi"),
+    (r"\boxed{\frac{pi}{2}}", r"\frac{\pi}{2}"),
+    (r"\boxed{\ln 2}", "ln(2)"),
+    (r"\boxed{2\sqrt{3}}", "2\u221a3"),
+    (r"\boxed{0.001}", "10^-3"),
+    (r"\boxed{x^{10}}", "x**10"),
+    (r"$6.02\times 10^{23}$", "6.02e23"),
+    ("It is 1e6.", "1000000"),
+    ("0.0000001", 1e-7),
+    (r"\boxed{e^{-2}}", "e^-2"),
+    (r"\boxed{2e}", "2e"),
+    # Very small and very large.
+    (r"\boxed{1.6\times 10^{-19}}", r"1.6\times 10^{-19}"),
+    (r"\boxed{3.333333333\times 10^{-7}}", r"\frac{1}{3000000}"),
+    (r"\boxed{\frac{2}{\sqrt2\cdot10^9}}", r"\frac{\sqrt2}{10^9}"),
+    (r"\boxed{0.0}", "0"),
+    (r"\boxed{\infty}", r"\infty"),
 ]
 WRONG = [
     ("so 43", "42"),
@@ -40,6 +72,14 @@ WRONG = [
     (r"\boxed{x+2}", "x+1"),
     (r"\boxed{\frac{1}{0}}", "1"),
     ("0.51", r"\frac{1}{2}"),
+    (r"<think>Perhaps \boxed{5}.</think> It is 6.", "5"),
+    (r"\boxed{2}", "2\u221a3"),
+    (r"\boxed{10}", "10^-3"),
+    ("It is 1e6.", "1"),
+    (r"\boxed{9\times 10^{-31}}", r"1.6\times 10^{-19}"),
+    (r"\boxed{\frac{1}{2^{98}}}", r"\frac{1}{2^{99}}"),
+    (r"\boxed{10^{20}}", "10^{20}+1"),
+    (r"\boxed{\frac{1}{0}}", "0"),
 ]
 
 
