@@ -168,6 +168,7 @@ def _train_split(loaded: Any, path: Path) -> Any:
 
 def _locate_rows(rows: Any, source: str | Path, stream: bool) -> Sequence[LocatedRecord]:
     """Returns the rows of a `datasets` data set, which stay in its files if they are streamed."""
+    rows = rows.with_format(None)  # it may be saved with a format that gives tensors or leaves columns out
     read = partial(_row_with_files, rows.with_format("arrow")) if _has_images(rows.features) else partial(_row, rows)
     if not stream:
         return _locate(map(read, range(len(rows))), source)

@@ -145,6 +145,19 @@ def test_a_directory_saved_by_datasets(tmp_path: Path) -> None:
         load_records(str(tmp_path / "no_train"))
 
 
+@pytest.mark.parametrize("kind", ["torch", "numpy", "pandas"])
+def test_the_format_that_a_saved_data_set_has_changes_nothing(tmp_path: Path, kind: str) -> None:
+    datasets = pytest.importorskip("datasets")
+    if kind == "pandas":
+        pytest.importorskip("pandas")
+    record = {"prompt": "a", "answer": 7, "tests": ["x"]}
+    datasets.Dataset.from_list([record]).with_format(kind, columns=["answer"]).save_to_disk(tmp_path / "saved")
+    for stream in (False, True):
+        ((loaded, _),) = list(load_records(str(tmp_path / "saved"), stream=stream))
+        assert loaded == record
+        assert [type(value) for value in loaded.values()] == [str, int, list]
+
+
 def test_a_directory_of_data_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
