@@ -6,6 +6,7 @@ import ast
 import asyncio
 import json
 import re
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +18,9 @@ from lightrl.cores import cores_of_rank
 from lightrl.records import Sample, inner_value
 from lightrl.rewards.sandbox import SandboxLimits, SandboxResult, choose_confinement, run_inputs, run_tests
 
-_FENCE = re.compile(r"```([^\s`]*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)  # any language: its end is no start
-_PYTHON = ("", "python", "py", "python3")
+_FENCE = re.compile(r"(?<![`~])(?:```+|~~~+)")
+_INDENT = 3  # of a fence, at most; one further to the right is in a docstring
+_PYTHON = re.compile(r"\{?\.?(?:python|py)[\d.]*\}?", re.IGNORECASE)
 
 
 class CodeTests:
@@ -26,8 +28,8 @@ class CodeTests:
 
     The tests are in a field of the prompt, as a list or its JSON. A test is Python statements such as assert f(2) == 4,
     which use what the code defines, or {"stdin": ..., "stdout": ...}, for which the code runs as a program; {"inputs":
-    [...], "outputs": [...]} stands for several. The code is the last fenced block of the response (of Python, or of no
-    stated language), or all of it.
+    [...], "outputs": [...]} stands for several. The code is the last fenced block of the response, of Python or
+    else of no stated language, or all of it.
     """
 
     def __init__(
@@ -82,9 +84,46 @@ def _is_right(result: SandboxResult, expected: str) -> bool:
 
 
 def extract_code(text: str) -> str:
-    """Returns the last fenced block of Python or of no stated language, or the whole text if there is none."""
-    blocks = [code for language, code in _FENCE.findall(text) if language.lower() in _PYTHON]
-    return blocks[-1] if blocks else text
+    """Returns the last fenced block of Python, or else of no stated language, or the whole text if there is none."""
+    for part in (text.rpartition("</think>")[2], text):  # a fence that the thoughts leave open ends with them
+        blocks = _blocks(part)
+        marked = [code for language, code in blocks if _PYTHON.fullmatch(language)]
+        if found := marked or [code for language, code in blocks if not language]:
+            return textwrap.dedent(found[-1])
+    return text
+
+
+def _blocks(text: str) -> list[tuple[str, str]]:
+    """Returns language and code of each fenced block; the last one may lack its end."""
+    blocks: list[tuple[str, str]] = []
+    opening: re.Match[str] | None = None
+    language, code = "", ""
+    for line in text.splitlines(keepends=True):
+        fences = list(_FENCE.finditer(line))
+        if opening is not None:
+            closing = _closing(opening, fences, line)
+            code += line[: closing.start()] if closing else line
+            if closing is None:
+                continue
+            blocks.append((language, code))
+            is_next = line[closing.end() :][:1].isalnum()  # a language: the block before it lacks its end
+            opening, fences = None, fences[fences.index(closing) + (not is_next) :]
+        if len(fences) % 2 and "`" not in line[fences[-1].end() :]:  # an even number encloses text within the line
+            opening, code = fences[-1], ""
+            language = (line[opening.end() :].split() or [""])[0]
+    return [*blocks, (language, code)] if opening is not None else blocks
+
+
+def _closing(opening: re.Match[str], fences: Sequence[re.Match[str]], line: str) -> re.Match[str] | None:
+    """Returns the fence that ends a block: about as far to the right as its first, or behind code at a line's end."""
+    for fence in fences:
+        if not fence[0].startswith(opening[0]):
+            continue
+        if not line[: fence.start()].strip():
+            return fence if fence.start() <= opening.start() + _INDENT else None
+        if not line[fence.end() :].strip():
+            return fence
+    return None
 
 
 def _lines(text: str) -> list[str]:

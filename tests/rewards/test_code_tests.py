@@ -135,6 +135,43 @@ def test_blocks_of_other_languages_are_passed_over(language: str) -> None:
         assert extract_code(text) == "code\n"
 
 
+IN_DOCSTRING = 'def f():\n    """Example.\n\n    ```\n    >>> f()\n    ```\n    """\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("```python\ncode\n```\nOutput:\n```\n4\n```\n", "code\n"),
+        ("```\ndraft\n```\n```python\ncode\n```\n", "code\n"),
+        ("1. First:\n\n   ```python\n   def f():\n       pass\n   ```\n", "def f():\n    pass\n"),
+        ("- ```python\n  code\n  ```\n  It prints 4.", "code\n"),
+        (f"```python\n{IN_DOCSTRING}```\nDone.", IN_DOCSTRING),
+        ("```python\nprint('```')\n```", "print('```')\n"),
+        ('```python title="a.py"\ncode\n```', "code\n"),
+        ("```py3\ncode\n```", "code\n"),
+        ("```{.python}\ncode\n```", "code\n"),
+        ("~~~python\ncode\n~~~", "code\n"),
+        ("Then **Code:** ```python\ncode```\nDone.", "code"),
+        ("```python\ncode\n  ```", "code\n"),
+        ("```python\r\ncode\r\n```\r\n", "code\r\n"),
+        ("```python\ndraft\n``` and ```python\ncode\n```", "code\n"),
+        ("```python\ndraft\n```python\ncode\n```", "code\n"),
+        ("Call ```f()```:\n```\ncode\n```", "code\n"),
+        ("<think>```python\ndraft\n</think>```python\ncode\n```", "code\n"),
+        ("<think>\n```python\ncode\n```\n</think>\nSee above.", "code\n"),
+    ],
+)
+def test_a_block_is_found_however_it_is_written(text: str, code: str) -> None:
+    assert extract_code(text) == code
+
+
+def test_fences_without_end_take_no_time() -> None:
+    started = time.monotonic()
+    for text in ("```" * 20_000, "```python\n" * 5_000, "`" * 100_000, "```a b `" * 10_000):
+        extract_code(text)
+    assert time.monotonic() - started < 10
+
+
 def test_what_a_prompt_or_a_parameter_has_wrong_is_an_error() -> None:
     with pytest.raises(RewardError, match=r"the prompt has no tests in the field 'tests'.*code.field="):
         rewarded("a = 1", [])
