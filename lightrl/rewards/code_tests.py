@@ -21,6 +21,14 @@ from lightrl.rewards.sandbox import SandboxLimits, SandboxResult, choose_confine
 _FENCE = re.compile(r"(?<![`~])(?:```+|~~~+)")
 _INDENT = 3  # of a fence, at most; one further to the right is in a docstring
 _PYTHON = re.compile(r"\{?\.?(?:python|py)[\d.]*\}?", re.IGNORECASE)
+_CALL = """
+try:
+    call = Solution().{name}
+except NameError:
+    call = {name}
+result = call(*{arguments!r})
+assert (list(result) if isinstance(result, tuple) else result) in {results!r}
+"""
 
 
 class CodeTests:
@@ -28,8 +36,8 @@ class CodeTests:
 
     The tests are in a field of the prompt, as a list or its JSON. A test is Python statements such as assert f(2) == 4,
     which use what the code defines, or {"stdin": ..., "stdout": ...}, for which the code runs as a program; {"inputs":
-    [...], "outputs": [...]} stands for several. The code is the last fenced block of the response, of Python or
-    else of no stated language, or all of it.
+    [...], "outputs": [...]} stands for several, of calls if it has an "fn_name". The code is the last fenced block of
+    the response, of Python or else of no stated language, or all of it.
     """
 
     def __init__(
@@ -162,18 +170,45 @@ def _checked(test: Any) -> list[str | Mapping[str, str]]:
     test = _parsed(test)
     if test is None or isinstance(test, str):
         return [test] if test else []
-    if isinstance(test, Mapping) and not test.get("fn_name") and test.get("testtype") != "functional":
+    if isinstance(test, Mapping):
         given = _first(test, ("inputs", "stdin", "input"), ""), _first(test, ("outputs", "stdout", "output"))
-        stdins, stdouts = given if all(isinstance(side, list) for side in given) else [[side] for side in given]
-        stdins, stdouts = [[_joined(value) for value in side] for side in (stdins, stdouts)]
-        if all(isinstance(value, str) for value in (*stdins, *stdouts)) and len(stdins) == len(stdouts):
-            return [{"stdin": stdin, "stdout": stdout} for stdin, stdout in zip(stdins, stdouts, strict=True)]
+        inputs, outputs = given if all(isinstance(side, list) for side in given) else [[side] for side in given]
+        metadata = _parsed(test.get("metadata"))
+        name = test.get("fn_name") or (metadata.get("func_name") if isinstance(metadata, Mapping) else None)
+        found: list[Any] = []
+        if name and str(name).isidentifier():
+            found = [_call(name, arguments, wanted) for arguments, wanted in zip(inputs, outputs, strict=False)]
+        elif not name and test.get("testtype") != "functional":
+            pairs = zip(map(_joined, inputs), map(_joined, outputs), strict=False)
+            found = [{"stdin": stdin, "stdout": stdout} for stdin, stdout in pairs if _are_texts(stdin, stdout)]
+        if len(found) == len(inputs) == len(outputs) and all(found):
+            return found
     raise ValueError(f'a test is {test!r:.200}: it must be a string, or {{"stdin": string, "stdout": string}}')
+
+
+def _call(name: str, arguments: Any, wanted: Any) -> str:
+    """Returns statements that call a function of the program, or a method of its Solution; empty if they cannot.
+
+    In LiveCodeBench, arguments are lines of JSON. In APPS and TACO they are a list, and the result may be in one.
+    """
+    results = [wanted, *wanted[:1]] if isinstance(wanted, list) else [wanted]
+    if isinstance(arguments, str):
+        try:
+            arguments, results = [json.loads(line) for line in arguments.splitlines()], [json.loads(wanted)]
+        except (TypeError, ValueError, RecursionError):
+            return ""
+    if not isinstance(arguments, list):
+        return ""
+    return _CALL.format(name=name, arguments=arguments, results=results)
 
 
 def _first(test: Mapping[str, Any], names: Sequence[str], default: Any = None) -> Any:
     """Returns the first field that is given: in columnar formats every test has the fields of all, with nulls."""
     return next((test[name] for name in names if test.get(name) is not None), default)
+
+
+def _are_texts(*values: Any) -> bool:
+    return all(isinstance(value, str) for value in values)
 
 
 def _joined(value: Any) -> Any:

@@ -55,12 +55,36 @@ def test_inputs_and_outputs_in_lists_or_in_json_are_tests_of_programs() -> None:
         assert rewarded("print(int(input()) * 2)", tests) == 1 / 2
         assert rewarded("print('nonsense')", tests) == 0.0
     for refused in (
-        {**several, "fn_name": "double"},
+        {**several, "fn_name": "not a name"},
+        {**several, "fn_name": "double", "outputs": ["2", "nonsense"]},
+        {"inputs": [3], "outputs": [6], "fn_name": "double"},
         {"input": "1", "output": "2", "testtype": "functional"},
         {"inputs": ["1"], "outputs": []},
     ):
         with pytest.raises(RewardError, match="a test is .*: it must be a string"):
             rewarded(DOUBLE, json.dumps(refused))
+
+
+SWAP = "class Solution:\n    def swap(self, a: List[int], b: int) -> Tuple[int, List[int]]:\n        return b, a\n"
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        {"fn_name": "swap", "inputs": [[[1, 2], 3], [[], 1]], "outputs": [[3, [1, 2]], [2, []]]},
+        {"fn_name": "swap", "inputs": [[[1, 2], 3], [[], 1]], "outputs": [[[3, [1, 2]]], [[2, []]]]},
+        {"fn_name": "swap", "inputs": ["[1, 2]\n3", "[]\n1"], "outputs": ["[3, [1, 2]]", "[2, []]"]},
+        [
+            {"input": "[1]\n3", "output": "[3, [1]]", "testtype": "functional", "metadata": {"func_name": "swap"}},
+            {"input": "[]\n1", "output": "[2, []]", "testtype": "functional", "metadata": '{"func_name": "swap"}'},
+        ],
+    ],
+)
+def test_calls_of_a_function_are_tests(tests: Any) -> None:
+    assert rewarded(SWAP, tests) == 1 / 2
+    assert rewarded("def swap(a, b):\n    return [b, a]", json.dumps(tests)) == 1 / 2
+    assert rewarded("def swap(a, b):\n    return [a, b]", tests) == 0.0
+    assert rewarded("class Solution:\n    pass", tests) == 0.0
 
 
 @pytest.mark.parametrize(
