@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import math
 import re
 import textwrap
 import time
@@ -21,6 +22,8 @@ from lightrl.rewards.sandbox import SandboxLimits, SandboxResult, choose_confine
 _FENCE = re.compile(r"(?<![`~])(?:```+|~~~+)")
 _INDENT = 3  # of a fence, at most; one further to the right is in a docstring
 _PYTHON = re.compile(r"\{?\.?(?:python|py)[\d.]*\}?", re.IGNORECASE)
+_DECIMAL = re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?")
+_TOLERANCE = 1e-6  # relative or absolute, of numbers that are to be printed with a decimal point
 _CALL = """
 try:
     call = Solution().{name}
@@ -88,7 +91,22 @@ class CodeTests:
 
 
 def _is_right(result: SandboxResult, expected: str) -> bool:
-    return result.exit_code == 0 and _lines(result.stdout) == _lines(expected)
+    if result.exit_code != 0:
+        return False
+    printed, wanted = _lines(result.stdout), _lines(expected)
+    return printed == wanted or (len(printed) == len(wanted) and all(map(_are_near, printed, wanted)))
+
+
+def _are_near(line: str, wanted: str) -> bool:
+    """Returns whether two lines are equal but for the last digits of decimals, as judges of programming contests do."""
+    parts = [re.split(r"(\s+)", text) for text in (line, wanted)]
+    return len(parts[0]) == len(parts[1]) and all(map(_is_near, *parts))
+
+
+def _is_near(word: str, wanted: str) -> bool:
+    if "." not in wanted or not (_DECIMAL.fullmatch(word) and _DECIMAL.fullmatch(wanted)):
+        return word == wanted
+    return math.isclose(float(word), float(wanted), rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
 
 
 def extract_code(text: str) -> str:

@@ -42,6 +42,29 @@ def test_programs_are_compared_by_their_output() -> None:
     assert rewarded("value = 1\nif __name__ == '__main__':\n    print(4)", mixed) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("printed", "wanted", "reward"),
+    [
+        ("0.333333", "0.333333333333", 1.0),
+        ("Case 1: 0.5", "Case 1: 0.50", 1.0),
+        ("2", "2.0", 1.0),
+        ("-1e-7 3", "0.0 3", 1.0),
+        ("1e9", "1000000000.0", 1.0),
+        ("0.3334", "0.333333", 0.0),
+        ("2.0", "2", 0.0),
+        ("0.5 1", "0.50 2", 0.0),
+        ("0.5 1", "0.50", 0.0),
+        ("0.5  1", "0.50 1", 0.0),
+        ("nan", "0.5", 0.0),
+        ("1.2.3", "1.2.30", 0.0),
+        ("", "0.5", 0.0),
+        ("0.5\n", "0.50\n0.5", 0.0),
+    ],
+)
+def test_decimals_may_differ_in_the_last_digits(printed: str, wanted: str, reward: float) -> None:
+    assert rewarded(f"print({printed!r})", [{"stdin": "", "stdout": wanted}]) == reward
+
+
 def test_inputs_and_outputs_in_lists_or_in_json_are_tests_of_programs() -> None:
     several = {"inputs": ["1\n", "2\n"], "outputs": ["2\n", "5\n"]}
     for tests in (
