@@ -394,7 +394,7 @@ class JudgeConfig:
     prompt: str = ""
     """Prompt to the judge: a text, or @FILE, with {question}, {response} and {answer} in it. Empty: a built-in prompt
     that asks for a score from 0 to 10."""
-    score_pattern: str = r"[Ss]core:\s*\**\s*(\d+(?:\.\d+)?)"
+    score_pattern: str = r'(?<!_)(?i:score)["*]*\s*[:\uff1a]["*\s]*(\d+(?:\.\d+)?)'
     """Regular expression whose first group is the score. The last match in the judge's reply counts."""
     max_score: float = option(10.0, above=0)
     """Score that becomes the reward 1. A reply with a larger score gives no verdict."""

@@ -87,8 +87,10 @@ def judged(server: Server, *texts: str, max_failures: int = 0, concurrency: int 
 
 def test_the_last_score_of_the_reply_counts(server: Server) -> None:
     replies = {"a": "Score: 0 would be harsh.\nScore: 7.5", "b": "**Score:** 10", "c": "score: 0"}
+    replies |= {"d": "Score: 0 would be harsh.\n**Score**: 7.5", "e": '{"score": 7, "max_score": 10}'}
+    replies |= {"f": "SCORE: 1/10", "g": "Score\uff1a8", "h": "**Score: **9**"}
     server.answer = lambda number, body: (200, {}, completion(replies[body["messages"][0]["content"]]))
-    assert judged(server, "a", "b", "c", prompt="{response}") == [0.75, 1.0, 0.0]
+    assert judged(server, *replies, prompt="{response}") == [0.75, 1.0, 0.0, 0.75, 0.7, 0.1, 0.8, 0.9]
     path, headers, body = server.requests[0]
     assert path == "/v1/chat/completions"
     assert "Authorization" not in headers
