@@ -15,6 +15,7 @@ logger = logging.getLogger(__name__)
 
 _TODAY = "strftime_now"  # transformers' function that writes the date into a template
 _DATE = "date_string"  # variable by which many templates, such as those of Llama 3, take another date
+_MESSAGES = re.compile(r"""\s*\[\s*\{[^{}]*["']role["']\s*:""")
 _OWN = frozenset({"messages", "tools", "documents", "add_generation_prompt"})  # set by rendering itself
 
 
@@ -74,6 +75,21 @@ def warn_of_date(renderer: Any, arguments: Mapping[str, Any]) -> None:
         "if it is continued on another.%s",
         remedy,
     )
+
+
+def warn_of_written_messages(records: Sequence[LocatedRecord], field: str) -> None:
+    """Warns if the first record holds its messages as a text, which a template would render as one message of the user.
+
+    A table in text, such as a .csv file, cannot hold a list.
+    """
+    first, where = records[0] if records else ({}, "")
+    name, text = next(((name, first[name]) for name in (field, "messages") if first.get(name)), ("", ""))
+    if isinstance(text, str) and _MESSAGES.match(text):
+        logger.warning(
+            "%s: %r is the text of a list of messages, and becomes one message of the user, with all its brackets. "
+            "Write a list instead, which .jsonl and .parquet files can hold.",
+            *(where, name),
+        )
 
 
 def _text_of(renderer: Any) -> str:

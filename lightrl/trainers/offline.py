@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightrl.config import OfflineConfig, template_arguments
 from lightrl.data.balance import assign_to_ranks
-from lightrl.data.chat_arguments import uses_template, warn_of_date
+from lightrl.data.chat_arguments import uses_template, warn_of_date, warn_of_written_messages
 from lightrl.data.example_packing import pack_examples, pair_positions
 from lightrl.data.examples import keep_fitting
 from lightrl.data.media_fields import MediaFields
@@ -43,6 +43,7 @@ class ExampleData:
         with run.strategy.comm.phase("set-up", local=True):
             if run.strategy.comm.is_main and uses_template(config.data.chat_template, run.train_records):
                 warn_of_date(run.tokenizer, template_arguments(config.data))
+                warn_of_written_messages(run.train_records, config.data.prompt_field)
             self.ends: set[int] = set()  # the last tokens of the turns to learn from
             self.train, self.num_skipped = _keep_fitting(run, build(run.train_records), self.ends)
             evaluated, _ = _keep_fitting(run, build(run.eval_records), set())

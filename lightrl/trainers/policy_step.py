@@ -14,7 +14,7 @@ from lightrl.algorithms.losses import mismatch_statistics
 from lightrl.comm import Comm
 from lightrl.config import EvalConfig, OfflineConfig, RolloutConfig, template_arguments
 from lightrl.data.balance import assign_to_ranks, imbalance
-from lightrl.data.chat_arguments import uses_template, warn_of_date
+from lightrl.data.chat_arguments import uses_template, warn_of_date, warn_of_written_messages
 from lightrl.data.media_fields import MediaFields
 from lightrl.data.packing import (
     Key,
@@ -82,6 +82,7 @@ def _check_conversations(run: RunContext) -> None:
     data, is_main = run.config.data, run.strategy.comm.is_main
     if run.tokenizer.chat_template and is_main and uses_template(data.chat_template, run.train_records):
         warn_of_date(run.tokenizer, template_arguments(data))
+        warn_of_written_messages(run.train_records, data.prompt_field)
         warn_of_unstopped_turns(run.config, run.model_path, run.tokenizer)
 
 

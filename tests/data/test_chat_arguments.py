@@ -5,7 +5,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lightrl.config import GRPOConfig, SFTConfig, parse_config, template_arguments
-from lightrl.data.chat_arguments import set_template_arguments, set_template_file, uses_template, warn_of_date
+from lightrl.data.chat_arguments import (
+    set_template_arguments,
+    set_template_file,
+    uses_template,
+    warn_of_date,
+    warn_of_written_messages,
+)
 from lightrl.data.prompts import build_prompts
 
 TEMPLATE = (
@@ -91,3 +97,24 @@ def test_the_option_is_read_and_checked(kind: type[GRPOConfig], capsys: pytest.C
     with pytest.raises(SystemExit):
         parse_config(kind, ["--data.chat_template_args", "enable_thinking"])
     assert "'enable_thinking': it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("record", "field"),
+    [
+        ({"prompt": '[{"role": "user", "content": "1+1="}]'}, "prompt"),
+        ({"prompt": "[{'content': '1+1=', 'role': 'user'}]"}, "prompt"),
+        ({"prompt": None, "messages": '[\n  {"role":"user"}]'}, "messages"),
+        ({"prompt": [{"role": "user", "content": "[{'role': 'user'}]"}]}, ""),
+        ({"prompt": "What is the role in [{'role': 'user'}]?"}, ""),
+        ({"prompt": "[{'name': 'x'}] has no role:"}, ""),
+        ({"prompt": "[1, 2]"}, ""),
+        ({"answer": "1"}, ""),
+    ],
+)
+def test_messages_that_are_written_as_a_text_are_warned_of(
+    record: dict[str, object], field: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_written_messages([(record, "data.csv: row 1")], "prompt")
+    warned = [f"data.csv: row 1: {field!r} is the text of a list of messages"] if field else []
+    assert [message.partition(", and becomes")[0] for message in caplog.messages] == warned
