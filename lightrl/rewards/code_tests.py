@@ -24,6 +24,7 @@ _INDENT = 3  # of a fence, at most; one further to the right is in a docstring
 _PYTHON = re.compile(r"\{?\.?(?:python|py)[\d.]*\}?", re.IGNORECASE)
 _DECIMAL = re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?")
 _TOLERANCE = 1e-6  # relative or absolute, of numbers that are to be printed with a decimal point
+_IDLE = "that no program can fail"
 _CALL = """
 try:
     call = Solution().{name}
@@ -115,7 +116,8 @@ def extract_code(text: str) -> str:
         blocks = _blocks(part)
         marked = [code for language, code in blocks if _PYTHON.fullmatch(language)]
         if found := marked or [code for language, code in blocks if not language]:
-            return textwrap.dedent(found[-1])
+            code = found[-1]
+            return textwrap.dedent(code) if code.lstrip("\r\n")[:1].isspace() else code  # which may alter texts in it
     return text
 
 
@@ -128,7 +130,7 @@ def _blocks(text: str) -> list[tuple[str, str]]:
         fences = list(_FENCE.finditer(line))
         if opening is not None:
             closing = _closing(opening, fences, line)
-            code += line[: closing.start()] if closing else line
+            code += line[: closing.start()].rstrip() if closing else line
             if closing is None:
                 continue
             blocks.append((language, code))
@@ -187,7 +189,7 @@ def _checked(test: Any) -> list[str | Mapping[str, str]]:
     """
     test = _parsed(test)
     if test is None or isinstance(test, str):
-        return [test] if test else []
+        return list(_with_calls(test)) if test else []
     if isinstance(test, Mapping):
         given = _first(test, ("inputs", "stdin", "input"), ""), _first(test, ("outputs", "stdout", "output"))
         inputs, outputs = given if all(isinstance(side, list) for side in given) else [[side] for side in given]
@@ -235,6 +237,16 @@ def _joined(value: Any) -> Any:
 
 
 @lru_cache(maxsize=1024)
+def _with_calls(test: str) -> tuple[str, ...]:
+    """Returns the statements of a test, with a call of each function test_... if they only define these for pytest."""
+    if _flaw(test) != _IDLE:
+        return (test,)
+    functions = [node for node in ast.parse(test).body if isinstance(node, ast.FunctionDef)]
+    names = [node.name for node in functions if node.name.startswith("test") and not node.args.args]
+    return tuple(f"{test}\n{name}()" for name in names) or (test,)
+
+
+@lru_cache(maxsize=1024)
 def _flaw(test: str) -> str:
     """Returns what keeps the statements from telling programs apart; empty if nothing does."""
     try:
@@ -243,7 +255,7 @@ def _flaw(test: str) -> str:
         return "that are no Python"
     except (RecursionError, MemoryError):
         return ""
-    return "that no program can fail" if is_idle else ""
+    return _IDLE if is_idle else ""
 
 
 def _is_idle(statement: ast.stmt) -> bool:

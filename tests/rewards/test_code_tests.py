@@ -182,6 +182,32 @@ def test_blocks_of_other_languages_are_passed_over(language: str) -> None:
         assert extract_code(text) == "code\n"
 
 
+@pytest.mark.parametrize(
+    "test",
+    [
+        "from solution import double\nassert double(2) == 4",
+        "from solution import double as twice\nassert twice(2) == 4",
+        "from solution import *\nassert double(2) == 4 and abs(-1) == 1",
+        "import solution\nassert solution.double(2) == 4 and not hasattr(solution, 'other')",
+        "from solution import double\n\ndef test_it():\n    assert double(2) == 4",
+    ],
+)
+def test_a_test_may_import_the_program_as_solution(test: str) -> None:
+    redefined = f"{DOUBLE}def abs(x):\n    return 1 if x == -1 else 7\n"
+    assert rewarded(redefined, test) == 1.0
+    assert rewarded("def double(x):\n    return 0\n", test) == 0.0
+    assert rewarded("def other(x):\n    return x\n", test) == 0.0
+
+
+def test_functions_that_pytest_would_call_are_called() -> None:
+    test = "import math\n\ndef test_a():\n    assert double(2) == 4\n\ndef test_b():\n    assert double(0) == 1\n"
+    assert rewarded(DOUBLE, test) == 1 / 2
+    assert rewarded(DOUBLE, [test, "assert double(3) == 6"]) == 2 / 3
+    assert rewarded(DOUBLE, f"{test}\ntest_a()") == 1.0  # calls of its own
+    with pytest.raises(RewardError, match="that no program can fail"):
+        rewarded(DOUBLE, "def test_a(case):\n    assert double(case) == 4")
+
+
 IN_DOCSTRING = 'def f():\n    """Example.\n\n    ```\n    >>> f()\n    ```\n    """\n'
 
 
@@ -193,6 +219,7 @@ IN_DOCSTRING = 'def f():\n    """Example.\n\n    ```\n    >>> f()\n    ```\n    
         ("1. First:\n\n   ```python\n   def f():\n       pass\n   ```\n", "def f():\n    pass\n"),
         ("- ```python\n  code\n  ```\n  It prints 4.", "code\n"),
         (f"```python\n{IN_DOCSTRING}```\nDone.", IN_DOCSTRING),
+        ('```python\nx = """\n  \n"""\n```', 'x = """\n  \n"""\n'),
         ("```python\nprint('```')\n```", "print('```')\n"),
         ('```python title="a.py"\ncode\n```', "code\n"),
         ("```py3\ncode\n```", "code\n"),

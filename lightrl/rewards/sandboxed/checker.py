@@ -12,7 +12,7 @@ from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
-from lightrl.rewards.sandboxed.peer import TEST_MODULE, Peer
+from lightrl.rewards.sandboxed.peer import PROGRAM_MODULE, TEST_MODULE, Peer
 
 _CARRIED = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
@@ -57,6 +57,19 @@ def _names_from_elsewhere(test: ast.Module) -> set[str]:
     return {node.id for node in names} - made
 
 
+def _module_of(peer: Peer, given: set[str], starred: set[str]) -> ModuleType:
+    """Returns a module for tests that import what they call; import * leaves names of Python alone."""
+
+    def attribute(name: str) -> Any:
+        if name not in given:
+            raise AttributeError(name)
+        return peer.ask("name", name)
+
+    module = ModuleType(PROGRAM_MODULE)
+    module.__dict__.update(__getattr__=attribute, __all__=sorted(starred))
+    return module
+
+
 class _Scope(dict[str, Any]):
     """The names of a test; a name that the test has not defined itself is requested from the program.
 
@@ -73,6 +86,7 @@ class _Scope(dict[str, Any]):
         own = {name for name in given if not hasattr(builtins, name)}
         hidden = (given & read) - own
         self._given = own | hidden if len(hidden) == 1 and not own & read else own
+        sys.modules[PROGRAM_MODULE] = _module_of(peer, given, own)
 
     def __missing__(self, name: str) -> Any:
         if name not in self._given:

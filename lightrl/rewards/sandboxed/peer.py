@@ -20,7 +20,7 @@ from lightrl.rewards.sandboxed.data import UnknownDataError, pack_data, unpack_d
 from lightrl.rewards.sandboxed.errors import describe_error, error_class, error_from, lineage
 from lightrl.rewards.sandboxed.remote import OPERATIONS, Remote, number_of
 
-TEST_MODULE = "tests"
+TEST_MODULE, PROGRAM_MODULE = "tests", "solution"
 _MAX_BYTES = 16 << 20
 _LENGTH = struct.Struct("<I")
 _MUTABLE = {("builtins", name) for name in ("list", "dict", "set", "bytearray")} | {("numpy", "ndarray")}

@@ -8,9 +8,7 @@ import sys
 import threading
 from types import ModuleType
 
-from lightrl.rewards.sandboxed.peer import AskedStdin, Peer
-
-_MODULE = "solution"
+from lightrl.rewards.sandboxed.peer import PROGRAM_MODULE, AskedStdin, Peer
 
 
 def run_program(source: str) -> int:
@@ -37,7 +35,7 @@ def _finish() -> None:
 
 def serve_program(source: str, reader: int, writer: int) -> int:
     """Loads the program and answers the checker until the checker is gone."""
-    module = _fresh_module(_MODULE)
+    module = _fresh_module(PROGRAM_MODULE)
     peer = Peer(reader, writer, names=module.__dict__)
     sys.stdout = peer.output
     sys.stdin = AskedStdin(peer)
