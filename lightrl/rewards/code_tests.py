@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeGuard
 
 from lightrl.cores import cores_of_rank
 from lightrl.records import Sample, inner_value
@@ -24,7 +24,7 @@ _INDENT = 3  # of a fence, at most; one further to the right is in a docstring
 _PYTHON = re.compile(r"\{?\.?(?:python|py)[\d.]*\}?", re.IGNORECASE)
 _DECIMAL = re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?")
 _TOLERANCE = 1e-6  # relative or absolute, of numbers that are to be printed with a decimal point
-_IDLE = "that no program can fail"
+_RUNNERS = ("pytest.main", *(f"unittest.{name}" for name in ("main", "TextTestRunner", "TestLoader", "TestSuite")))
 _CALL = """
 try:
     call = Solution().{name}
@@ -238,12 +238,41 @@ def _joined(value: Any) -> Any:
 
 @lru_cache(maxsize=1024)
 def _with_calls(test: str) -> tuple[str, ...]:
-    """Returns the statements of a test, with a call of each function test_... if they only define these for pytest."""
-    if _flaw(test) != _IDLE:
+    """Returns the tests that statements stand for: all together, or each that is left to pytest or unittest to call."""
+    try:
+        module = ast.parse(test)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return (test,)
-    functions = [node for node in ast.parse(test).body if isinstance(node, ast.FunctionDef)]
-    names = [node.name for node in functions if node.name.startswith("test") and not node.args.args]
-    return tuple(f"{test}\n{name}()" for name in names) or (test,)
+    body = [part for node in module.body for part in (node.body if _is_guard(node) else [node])]
+    body = [node for node in body if not _runs_all(node)]
+    statements = test if body == module.body else ast.unparse(ast.Module(body, []))
+    definitions = [node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    others = [node for node in body if node not in definitions]
+    used = {part.id for node in others for part in ast.walk(node) if isinstance(part, ast.Name)}
+    if used & {node.name for node in definitions} or any(isinstance(node, ast.Assert) for node in others):
+        return (statements,)
+    return tuple(f"{statements}\n{call}" for node in definitions for call in _calls_of(node)) or (statements,)
+
+
+def _is_guard(node: ast.stmt) -> TypeGuard[ast.If]:
+    """Returns whether the statement asks if the tests are the main program, as they are for pytest and unittest."""
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
+
+
+def _runs_all(node: ast.stmt) -> bool:
+    """Returns whether the statement has a library run all tests, which neither finds them here nor fails with them."""
+    if not isinstance(node, ast.Expr | ast.Assign | ast.Raise):
+        return False
+    return any(isinstance(part, ast.Attribute) and ast.unparse(part) in _RUNNERS for part in ast.walk(node))
+
+
+def _calls_of(node: ast.FunctionDef | ast.ClassDef) -> list[str]:
+    """Returns the calls of a test function, or of the methods of a test case."""
+    if isinstance(node, ast.FunctionDef):
+        return [f"{node.name}()"] if node.name.startswith("test") and not node.args.args else []
+    methods = [part.name for part in node.body if isinstance(part, ast.FunctionDef) and part.name.startswith("test")]
+    is_case = any(ast.unparse(base).endswith("TestCase") for base in node.bases)
+    return [f"{node.name}({name!r}).debug()" for name in methods] if is_case else []
 
 
 @lru_cache(maxsize=1024)
@@ -255,7 +284,7 @@ def _flaw(test: str) -> str:
         return "that are no Python"
     except (RecursionError, MemoryError):
         return ""
-    return _IDLE if is_idle else ""
+    return "that no program can fail" if is_idle else ""
 
 
 def _is_idle(statement: ast.stmt) -> bool:

@@ -208,6 +208,50 @@ def test_functions_that_pytest_would_call_are_called() -> None:
         rewarded(DOUBLE, "def test_a(case):\n    assert double(case) == 4")
 
 
+CASE = """import unittest
+from solution import double
+
+class Cases(unittest.TestCase):
+    def setUp(self):
+        self.x = 2
+
+    def test_a(self):
+        self.assertEqual(double(self.x), 4)
+
+    def test_b(self):
+        self.assertEqual(double(self.x), 5)
+"""
+GUARD = "if __name__ == '__main__':\n    "
+
+
+SUITE = "suite = unittest.TestLoader().loadTestsFromTestCase(Cases)\nunittest.TextTestRunner().run(suite)"
+
+
+@pytest.mark.parametrize(
+    "end",
+    ["", "\nunittest.main()\n", f"\n{GUARD}unittest.main(verbosity=2)\n", f"\n{SUITE}\n"],
+)
+def test_methods_of_a_test_case_are_tests(end: str) -> None:
+    assert rewarded(DOUBLE, CASE + end) == 1 / 2
+    assert rewarded("def double(x):\n    return 0\n", CASE + end) == 0.0
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        f"def check(f):\n    assert f(2) == 4\n\n{GUARD}check(double)\n    print('passed')\n",
+        f"{GUARD}assert double(2) == 4",
+        f"import pytest\n\ndef test_a():\n    assert double(2) == 4\n\n{GUARD}pytest.main()",
+        f"import pytest, sys\n\ndef test_a():\n    assert double(2) == 4\n\n{GUARD}sys.exit(pytest.main([__file__]))",
+        f"import random\n\nrandom.seed(0)\n\ndef test_a():\n    assert double(2) == 4\n\n{GUARD}test_a()",
+        "import random\n\nrandom.seed(0)\n\ndef test_a():\n    assert double(2) == 4\n",
+    ],
+)
+def test_what_a_test_does_as_main_program_is_done(test: str) -> None:
+    assert rewarded(DOUBLE, test) == 1.0
+    assert rewarded("def double(x):\n    return 0\n", test) == 0.0
+
+
 IN_DOCSTRING = 'def f():\n    """Example.\n\n    ```\n    >>> f()\n    ```\n    """\n'
 
 
