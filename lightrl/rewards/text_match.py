@@ -18,6 +18,8 @@ _NUMBER = re.compile(
     re.VERBOSE,
 )
 
+_SEPARATOR = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\[,;: ])(?=[0-9]{3}(?![0-9]))")  # of thousands, in LaTeX
+
 
 def exact_match(sample: Sample) -> float:
     """Returns 1 if the response, without surrounding white space, equals the answer as text."""
@@ -58,5 +60,5 @@ def _nothing_to_compare_with(answer: object) -> ValueError:
 
 
 def _last_number_in(text: str) -> Decimal | None:
-    numbers = _NUMBER.findall(text.replace("\u2212", "-"))
+    numbers = _NUMBER.findall(_SEPARATOR.sub(",", text.replace("\u2212", "-")))
     return Decimal(numbers[-1].replace(",", "")) if numbers else None
