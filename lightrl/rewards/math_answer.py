@@ -28,6 +28,7 @@ _IN_LATEX = [
     (re.compile("\u221a *(?:\\(([^()]*)\\)|(\\d+(?:\\.\\d+)?|[A-Za-z]))"), r"\\sqrt{\1\2}"),
     (re.compile(r"\^ *(-\d+)"), r"^{\1}"),
     (re.compile(r"(?<![\\.{])(?<!left)(?<!right)[.,](?=\s*\})"), ""),
+    (re.compile(r"\\boxed\{ *(?:\\text\{)? *\(?([A-J])[).:] [^{}=]*\}? *\}"), r"\\boxed{\1}"),  # with its option's text
 ]
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])\d+(?:\.\d+)?[eE][-+]?\d{1,3}(?!\.?\w)")  # it reads 1e6 as e times 6
 _SMALL, _LARGE = 1e-6, 1e15  # beyond these, the decimals to which math-verify rounds say nothing

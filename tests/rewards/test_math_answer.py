@@ -60,6 +60,12 @@ RIGHT = [
     # Behind the thoughts, if anything is there.
     (r"<think>Perhaps \boxed{5}.</think> It is 6.", "6"),
     (r"<think>It is \boxed{5}.</think>", "5"),
+    # With the text of an option.
+    (r"\boxed{B. 5}", "B"),
+    (r"\boxed{\text{B: five apples}}", "B"),
+    (r"\boxed{(B) 5 m}", "(B)"),
+    ("<answer>(B) five</answer>", "B"),
+    (r"\boxed{A:B = 3:2}", "3/2"),
     # In a notation other than LaTeX.
     (r"\boxed{10\,000}", "10000"),
     (r"\boxed{2\pi}", "2pi"),
@@ -92,6 +98,7 @@ WRONG = [
     (r"<answer>2\sqrt{3}</answer>", "2"),
     ("<answer>5 or 6</answer>", "6"),
     ("<answer>A</answer>", "B"),
+    (r"\boxed{A. B}", "B"),
     ("<answer>41</answer>, not 42", "42"),
     ("<answer></answer>", "42"),
     (r"\boxed{10}", "10^-3"),
