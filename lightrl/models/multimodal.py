@@ -168,17 +168,12 @@ class MediaProcessor:
             yield self.config.vision_end_token_id
 
 
-def copy_processor(model: Any, folder: Path) -> None:
-    """Copies the files that say how images are processed from where a model came from, unless they are there.
+def copy_processor(source: str, folder: Path) -> None:
+    """Copies the files that say how images are processed from a model's folder or hub name, unless they are there.
 
     A model that takes images in a way that lightrl does not know is trained on text, and needs them afterwards.
     """
-    if hasattr(getattr(model, "config", None), "vision_config") and model.name_or_path:
-        _copy_processor_files(model.name_or_path, folder)
-
-
-def _copy_processor_files(source: str, folder: Path) -> None:
-    for name in _PROCESSOR_FILES:
+    for name in _PROCESSOR_FILES if source else ():
         try:
             file = file_of(source, name)
         except OSError as error:  # the folder may be gone by the end of the run

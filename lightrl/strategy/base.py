@@ -367,7 +367,8 @@ class StrategyBase(ForeignNames, ABC):
         if self.comm.is_main:
             unwrapped.save_pretrained(path, state_dict=full)
             write_folder_hash(Path(path), full)
-            copy_processor(unwrapped, Path(path))
+            if hasattr(getattr(unwrapped, "config", None), "vision_config"):
+                copy_processor(unwrapped.name_or_path, Path(path))
         self.comm.barrier()
 
     # ---- Serving -----------------------------------------------------------------------------------------------

@@ -382,9 +382,10 @@ class RunConsole:
     """Shows a run: a progress bar on a terminal, else plain lines; a table at the end. Silent if not enabled."""
 
     def __init__(self, shown: Shown, *, enabled: bool, first_step: int, max_steps: int) -> None:
-        self._shown, self._max_steps = shown, max_steps
+        self._shown = shown
         self._console = Console(quiet=not enabled, highlight=False)
         self._every = max(1, max_steps // _LINES_PER_RUN)
+        self._max_steps = max_steps
         columns = (BarColumn(), "{task.fields[status]}", TimeElapsedColumn(), "ETA", TimeRemainingColumn())
         is_shown = enabled and self._console.is_terminal
         self.progress = Progress("step", MofNCompleteColumn(), *columns, console=self._console, disable=not is_shown)
