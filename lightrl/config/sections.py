@@ -311,6 +311,8 @@ class PromptFieldsConfig:
     video_field: str = "videos"
     """Field with the path of a video or a list of paths: .npy arrays [frames, height, width, 3] of uint8, or animated
     .gif or .webp files. Empty: read no videos."""
+    too_long: Literal["error", "skip"] = "error"
+    """What happens to a line that is too long. error: the run stops at its start. skip: it is left out and counted."""
     stream: bool = option(False, resume="free")
     """Leave the training data on disk and read a line when it is drawn, for data that memory cannot hold: .jsonl and
     .parquet files, folders and hf:. Every line is still checked at the start. Order and results stay the same."""
@@ -343,8 +345,6 @@ class ExampleDataConfig(PromptFieldsConfig):
 
     max_tokens: int = option(0, at_least=0)
     """Maximum length of prompt and answer together, in tokens. 0: the model's context."""
-    too_long: Literal["error", "skip"] = "error"
-    """What happens to a longer line. error: the run stops before it starts. skip: the line is left out and counted."""
 
 
 @dataclass(kw_only=True, slots=True)

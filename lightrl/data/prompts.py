@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +16,14 @@ from lightrl.data.media_fields import MediaFields, with_media
 from lightrl.data.mixture import files_of, parts_of
 from lightrl.data.reasoning_tasks import PREFIX, reasoning_records
 from lightrl.data.record_files import ACCEPTED_SOURCES, load_from_disk, load_from_hub
-from lightrl.data.streamed import Streamed, chain, make_each
+from lightrl.data.streamed import Streamed, chain, make_each, select
 from lightrl.models.chat_text import render, tools_of, with_readable_calls
 from lightrl.records import Prompt, inner_value
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 _MANY_CHARACTERS = 100_000  # prompts that are longer are checked before they are tokenised
 _MOST_TOKENS_SHOWN = 200  # of a tokenizer that cannot read a text
@@ -157,10 +161,39 @@ def require_field(records: Sequence[LocatedRecord], field: str, option: str) -> 
         raise ValueError(f"No record has the field {field!r} ({option}). They have {found}.")
 
 
-def _too_long(prompt: Prompt, where: str, max_prompt_tokens: int) -> ValueError:
-    return ValueError(
+class PromptTooLongError(ValueError):
+    """Raised for a prompt that leaves no room for a response; the message names its file and line."""
+
+
+def build_fitting_prompts(
+    records: Sequence[LocatedRecord], tokenizer: PreTrainedTokenizerBase, **settings: Any
+) -> Sequence[Prompt]:
+    """Does what build_prompts() does with the records that are not too long, and says how many are left out."""
+    fitting = [index for index, located in enumerate(records) if _fits(located, tokenizer, settings)]
+    if not fitting:
+        raise ValueError(f"All {len(records)} prompts are too long: none is left. Use a model with a longer context.")
+    if len(fitting) < len(records) and os.environ.get("RANK", "0") == "0":
+        logger.warning(
+            "%s of %s prompts are too long and left out, such as that of %s.",
+            *(len(records) - len(fitting), len(records)),
+            records[next(index for index, kept in enumerate([*fitting, -1]) if index != kept)][1],
+        )
+    return build_prompts(select(records, fitting), tokenizer, **settings)
+
+
+def _fits(located: LocatedRecord, tokenizer: PreTrainedTokenizerBase, settings: dict[str, Any]) -> bool:
+    try:
+        build_prompts([located], tokenizer, **settings)
+    except PromptTooLongError:
+        return False
+    return True
+
+
+def _too_long(prompt: Prompt, where: str, max_prompt_tokens: int) -> PromptTooLongError:
+    return PromptTooLongError(
         f"{where}: the prompt has {prompt.num_tokens} tokens, and there is room for {max_prompt_tokens}. "
-        "Shorten it, lower --max_new_tokens, or use a model with a longer context."
+        "Shorten it, lower --max_new_tokens, use a model with a longer context, or leave such lines out by "
+        "--data.too_long skip."
     )
 
 
@@ -236,9 +269,9 @@ def _refuse_too_long(text: str, where: str, max_prompt_tokens: int, tokenizer: P
     """Raises ValueError for a text that is too long whatever its tokens; finding these would take minutes."""
     longest = max(map(len, tokenizer.get_vocab()), default=1)
     if len(text) > max(max_prompt_tokens, 0) * longest:
-        raise ValueError(
+        raise PromptTooLongError(
             f"{where}: the prompt has {len(text):,} characters, and there is room for {max_prompt_tokens} tokens. "
-            "Shorten it, or use a model with a longer context."
+            "Shorten it, use a model with a longer context, or leave such lines out by --data.too_long skip."
         )
 
 

@@ -26,7 +26,7 @@ from lightrl.data.packing import (
     split_micro_batches,
     unpack,
 )
-from lightrl.data.prompts import build_prompts, require_field
+from lightrl.data.prompts import build_fitting_prompts, build_prompts, require_field
 from lightrl.data.sampler import PromptSampler, permutation, shard
 from lightrl.metrics import Statistics
 from lightrl.records import Experience, PackedBatch, Prompt, Sample
@@ -43,6 +43,7 @@ from lightrl.trainers.staleness import describe_staleness, older_samples
 from lightrl.trainers.turn_end import warn_of_unstopped_turns
 
 _MINIBATCH_STREAM = 3
+_BUILD = {"error": build_prompts, "skip": build_fitting_prompts}  # by --data.too_long
 
 Loss = Callable[[Any, PackedBatch], Tensor]  # (model output, micro-batch) -> loss
 
@@ -95,7 +96,7 @@ def _build_prompts(run: RunContext, records: Sequence[Any], source: str, max_new
         _require_answers(records, data.answer_field, source)
     if run.context <= max_new_tokens:
         raise _no_room_for_prompts(max_new_tokens, run.context)
-    prompts = build_prompts(
+    prompts = _BUILD[data.too_long](
         run.workflow.with_tools(records) if run.workflow and run.media else records,
         run.tokenizer,
         prompt_field=data.prompt_field,

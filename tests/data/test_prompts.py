@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from lightrl.data.json_records import LocatedRecord
 from lightrl.data.media_fields import MediaFields
-from lightrl.data.prompts import build_prompts, load_records, require_field
+from lightrl.data.prompts import build_fitting_prompts, build_prompts, load_records, require_field
+from lightrl.data.streamed import Streamed
 from lightrl.records import Prompt
 
 WORDS = ["<unk>", "<s>", "</s>", "<user>", "<assistant>", "add", "two", "three", "be", "brief", "<system>"]
@@ -198,6 +199,23 @@ def test_a_file_to_prompts(tmp_path: Path) -> None:
     source = write(tmp_path / "data.jsonl", json.dumps({"prompt": "add two", "answer": 2}) + "\n")
     (prompt,) = build_prompts(load_records(source), word_tokenizer(), max_prompt_tokens=9)
     assert (prompt.text, prompt.answer) == ("add two", 2)
+
+
+def test_prompts_that_are_too_long_are_left_out_on_request(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = word_tokenizer()
+    records = at({"prompt": "add"}, {"prompt": "add " * 9}, {"prompt": "add add"}, {"prompt": "add " * 100_000})
+    settings: dict[str, Any] = {"max_prompt_tokens": 4, "chat_template": "never"}
+    with pytest.raises(ValueError, match=r"data.jsonl:2: the prompt has 10 tokens.* or leave such lines out by --data"):
+        build_prompts(records, tokenizer, **settings)
+    kept = build_fitting_prompts(records, tokenizer, **settings)
+    assert [(prompt.index, prompt.num_tokens) for prompt in kept] == [(0, 2), (1, 3)]
+    assert "2 of 4 prompts are too long and left out, such as that of data.jsonl:2." in caplog.text
+    assert len(build_fitting_prompts(Streamed(4, records.__getitem__), tokenizer, **settings)) == 2
+    caplog.clear()
+    assert build_fitting_prompts(records[:1], tokenizer, **settings) == kept[:1]
+    assert not caplog.text
+    with pytest.raises(ValueError, match="All 1 prompts are too long: none is left"):
+        build_fitting_prompts(records[1:2], tokenizer, **settings)
 
 
 # ---- images ------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """What GRPO and PPO share."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,16 @@ def test_a_micro_batch_must_hold_the_longest_prompt_with_its_response(
     with pytest.raises(ValueError, match="11 cannot hold the longest prompt with --max_new_tokens 6: .* at least 12"):
         trainer(11)
     trainer(12).close()
+
+
+def test_prompts_that_are_too_long_may_be_left_out(toy_options: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": "1+" * 300}) + "\n" + json.dumps({"prompt": "1+2="}))
+    options = {**toy_options, "train_data": str(tmp_path / "data.jsonl"), "num_prompts": 1}
+    config = GRPOConfig(**options, output_dir=str(tmp_path / "run"), checkpoint=CheckpointConfig(every=0))
+    config.data.too_long = "skip"
+    trainer = GRPOTrainer(config)
+    trainer.close()
+    assert [(prompt.index, prompt.text) for prompt in trainer.prompts.train] == [(0, "1+2=")]
 
 
 def sample(position: int, num_tokens: int, *, num_prompt: int = 2, is_cut: bool = False, own: int = 0) -> Sample:
