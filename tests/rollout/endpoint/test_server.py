@@ -360,8 +360,10 @@ def test_bad_settings_are_refused_before_anything_starts(monkeypatch: pytest.Mon
         Endpoint(host="0.0.0.0")
     with pytest.raises(ValueError, match="the environment variable NO_SUCH is not set"):
         Endpoint(api_key_env="NO_SUCH")
-    with pytest.raises(ValueError, match="a port is from 0 to 65535"):
-        Endpoint(port=70000)
+    for settings in ({"port": 70000}, {"wait_s": float("nan")}, {"max_body_mb": float("inf")}):
+        with pytest.raises(ValueError, match="a port is from 0 to 65535, .* above 0 and finite"):
+            Endpoint(**settings)
+    Endpoint(wait_s=float("inf"), max_body_mb=0.5)
     monkeypatch.setattr("lightrl.rollout.endpoint.server.is_installed", lambda name: False)
     with pytest.raises(ImportError, match=r"pip install 'lightrl\[serve\]'"):
         require_aiohttp()
