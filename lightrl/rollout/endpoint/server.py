@@ -25,6 +25,7 @@ from lightrl.rollout.client import EngineClient
 from lightrl.rollout.endpoint import requests
 from lightrl.rollout.endpoint.errors import RequestError, asleep, ended
 from lightrl.rollout.endpoint.session import Session, Wish
+from lightrl.rollout.event_loop import run_to_its_end
 from lightrl.rollout.tool_parsers import parser_named
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ class Endpoint:
         if self._thread is not None:
             return
         ready: Future[None] = Future()
-        thread = threading.Thread(target=lambda: asyncio.run(self._serve(ready)), name="endpoint", daemon=True)
+        thread = threading.Thread(target=lambda: run_to_its_end(self._serve(ready)), name="endpoint", daemon=True)
         thread.start()
         ready.result()
         self._thread = thread  # only now: after an error the next episode tries again

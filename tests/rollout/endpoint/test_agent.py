@@ -14,7 +14,7 @@ import pytest
 from endpoint_scripts import TOKENIZER, ScriptedDriver, client_of, task_of
 
 from lightrl.config import WorkflowConfig
-from lightrl.rollout.endpoint.agent import AgentWorkflow
+from lightrl.rollout.endpoint.agent import AgentWorkflow, EndpointWorkflow
 from lightrl.rollout.episode import Episode
 from lightrl.rollout.workflow import load_workflow
 from lightrl.testing import run_spmd
@@ -90,6 +90,29 @@ def test_an_agent_that_exits_ends_its_episode_and_not_the_endpoint(agent: str) -
     workflow.endpoint.stop()
     with pytest.raises(RuntimeError, match="StopIteration"):
         episodes("stops")
+
+
+class Leaving(EndpointWorkflow):
+    """Plays in the endpoint's own loop, as the environments of verifiers do."""
+
+    async def play(self, data: Any, *, base_url: str, api_key: str, model: str) -> Any:
+        async def leave() -> None:
+            sys.exit(3)
+
+        await asyncio.gather(leave())
+
+
+def test_exit_in_a_task_of_the_endpoints_loop_ends_only_its_episode() -> None:
+    workflow = Leaving()
+
+    async def run() -> None:
+        for _ in range(2):
+            playing = workflow.arun_episode(client_of(ScriptedDriver(TOKENIZER), TOKENIZER), task_of(TOKENIZER))
+            with pytest.raises(RuntimeError, match=r"called exit\(3\)"):
+                await asyncio.wait_for(playing, 20)
+
+    asyncio.run(run())
+    workflow.endpoint.stop()
 
 
 def test_an_agent_that_hangs_does_not_keep_the_process_from_ending() -> None:
