@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from lightrl.records import FinishReason, Prompt, Sample
 from lightrl.rollout.branches import branch_indices
 
+_TAKEN = ("turns", "failed", "filtered", "failed_share")  # metrics episode/... of describe_episodes()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
@@ -109,6 +111,8 @@ class Episode:
 
     def count(self, name: str, amount: float = 1) -> None:
         """Adds an amount to a number that the step reports as episode/NAME, summed over its samples."""
+        if name in _TAKEN:
+            raise ValueError(f"episode/{name} is a metric of the run itself: count under another name.")
         self.numbers[name] = self.numbers.get(name, 0.0) + amount
 
     def sample(self, prompt: Prompt, position: int, sample_index: int, tokenizer: Any) -> Sample:

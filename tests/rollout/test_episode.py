@@ -135,3 +135,11 @@ def test_experts_of_earlier_turns_stay_as_they_were_sampled() -> None:
     sample = episode.sample(Prompt(index=0, text="", token_ids=(1, 2, 3)), 0, 0, builtin_tokenizer())
     assert sample.routing is not None
     assert sample.routing[:, 0, 0].tolist() == [0, 1, 2, 3, 104, 105, 106]
+
+
+def test_a_number_cannot_have_the_name_of_a_metric_of_the_run() -> None:
+    """Two of one name would be added up, or end the run when the step is reported."""
+    episode = Episode([1])
+    for name in ("turns", "failed"):
+        with pytest.raises(ValueError, match=f"episode/{name} is a metric of the run itself"):
+            episode.count(name)
