@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from lightrl.imports import import_extra
 from lightrl.trainers.loggers.attach import PROJECT, LoggedRun
@@ -13,6 +14,7 @@ from lightrl.trainers.loggers.attach import PROJECT, LoggedRun
 logger = logging.getLogger(__name__)
 
 _LONGEST = 500  # longest parameter, in characters
+_OURS = "lightrl.id"  # tag of the runs that begin here
 _REFUSED = re.compile(r"[^/\w.\- ]")  # characters that MLflow refuses in a name, by an error that would end the run
 
 
@@ -21,11 +23,33 @@ class MLflowLogger:
 
     def __init__(self, run: LoggedRun) -> None:
         self._mlflow = import_extra("mlflow", extra="mlflow", needed_by="--log.to mlflow")
-        if "MLFLOW_TRACKING_URI" not in os.environ:
+        outer = self._outer_run()
+        if outer is None:
+            self._choose_place(run)
+        place = {"nested": True, "experiment_id": outer.info.experiment_id} if outer else {}
+        started = self._mlflow.start_run(run_name=run.name, tags={_OURS: run.id}, **place)
+        self._id = started.info.run_id
+        options = {name: str(value)[:_LONGEST] for name, value in run.options.items()}
+        self._try(lambda: self._mlflow.log_params(options), "the options")  # a run of MLFLOW_RUN_ID may have others
+
+    def _outer_run(self) -> Any:
+        """Returns the run of MLflow that the user's program has begun, in which this one is nested; None without one.
+
+        Ends the run of an earlier trainer of the same process that was not closed after an error.
+        """
+        while (active := self._mlflow.active_run()) is not None and _OURS in active.data.tags:
+            self._mlflow.end_run("FAILED")
+        return active
+
+    def _choose_place(self, run: LoggedRun) -> None:
+        """Names the server and the experiment where the user has not."""
+        given = set(os.environ)
+        if "MLFLOW_TRACKING_URI" not in given:
             self._mlflow.set_tracking_uri(f"sqlite:///{run.folder.resolve() / 'mlflow.db'}")
-        self._mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
-        self._mlflow.start_run(run_name=run.name, tags={"lightrl.id": run.id})
-        self._mlflow.log_params({name: str(value)[:_LONGEST] for name, value in run.options.items()})
+        if not given & {"MLFLOW_EXPERIMENT_ID", "MLFLOW_RUN_ID"}:
+            self._mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
+        for name in {"MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_ID"} - given:
+            os.environ.pop(name, None)  # MLflow writes it, and the next run would take it for the user's
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs the metrics of a step."""
@@ -34,12 +58,16 @@ class MLflowLogger:
 
     def fail(self, error: BaseException) -> None:
         """Ends the run of MLflow as failed or, after a signal or Ctrl-C, as killed."""
-        status = "FAILED" if isinstance(error, Exception) else "KILLED"
-        self._try(lambda: self._mlflow.end_run(status), "the end of the run")
+        self._end("FAILED" if isinstance(error, Exception) else "KILLED")
 
     def close(self) -> None:
         """Ends the run of MLflow."""
-        self._try(self._mlflow.end_run, "the end of the run")
+        self._end("FINISHED")
+
+    def _end(self, status: str) -> None:
+        active = self._mlflow.active_run()
+        if active is not None and active.info.run_id == self._id:  # otherwise it is over, and this is the user's own
+            self._try(lambda: self._mlflow.end_run(status), "the end of the run")
 
     def _try(self, tell: Callable[[], object], lost: str) -> None:
         """Warns of a server that fails, which the run can do without: metrics.jsonl has the metrics, too."""

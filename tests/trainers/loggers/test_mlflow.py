@@ -1,6 +1,9 @@
 """What MLflow is told; the package itself need not be installed."""
 
+import dataclasses
+import os
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import Mock
@@ -18,12 +21,23 @@ class MlflowError(Exception):
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch) -> Any:
     made: Any = Mock(spec=ModuleType("mlflow"))
-    for name in ("set_tracking_uri", "set_experiment", "start_run", "log_params", "log_metrics", "end_run"):
+    for name in ("set_experiment", "log_params", "log_metrics"):
         setattr(made, name, Mock())
+    runs: list[Mock] = []  # those that have begun and not ended, as MLflow keeps them
+    made.active_run = Mock(side_effect=lambda: runs[-1] if runs else None)
+    made.start_run = Mock(side_effect=lambda **options: runs.append(_run(len(runs), **options)) or runs[-1])
+    made.end_run = Mock(side_effect=lambda status: runs.pop())
+    # Processes that the program starts are to inherit it.
+    made.set_tracking_uri = Mock(side_effect=lambda uri: monkeypatch.setenv("MLFLOW_TRACKING_URI", uri))
     made.exceptions = Mock(MlflowException=MlflowError)
     monkeypatch.setitem(sys.modules, "mlflow", made)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    for name in ("TRACKING_URI", "EXPERIMENT_ID", "EXPERIMENT_NAME", "RUN_ID"):
+        monkeypatch.delenv(f"MLFLOW_{name}", raising=False)
     return made
+
+
+def _run(number: int, tags: dict[str, str], **_: Any) -> Mock:
+    return Mock(info=Mock(run_id=f"id{number}", experiment_id="7"), data=Mock(tags=tags))
 
 
 def test_calls(logged_run: LoggedRun, package: Any) -> None:
@@ -35,7 +49,7 @@ def test_calls(logged_run: LoggedRun, package: Any) -> None:
     package.log_metrics.assert_called_once_with(
         {"loss": 0.5, "eval/pass_at_4": 1.0, "eval/math _hard_/avg_at_8": 0.25}, step=2
     )
-    package.end_run.assert_called_once_with()
+    package.end_run.assert_called_once_with("FINISHED")
 
 
 @pytest.mark.parametrize(
@@ -62,3 +76,46 @@ def test_a_server_that_fails_during_the_run_is_only_warned_of(
     package.log_metrics.side_effect = ValueError("no defect of the server")
     with pytest.raises(ValueError, match="no defect"):
         logger.log(3, {"loss": 0.5})
+
+
+def test_each_run_of_a_process_has_its_own_database(logged_run: LoggedRun, package: Any, tmp_path: Path) -> None:
+    second = dataclasses.replace(logged_run, folder=tmp_path / "second")
+    for run in (logged_run, second):
+        MLflowLogger(run).close()
+    asked = [call.args[0] for call in package.set_tracking_uri.mock_calls]
+    assert asked == [f"sqlite:///{run.folder}/mlflow.db" for run in (logged_run, second)]
+
+
+def test_a_run_is_nested_in_that_of_the_program_and_leaves_it_open(logged_run: LoggedRun, package: Any) -> None:
+    package.start_run(tags={})
+    logger = MLflowLogger(logged_run)
+    assert package.start_run.call_args.kwargs["nested"]
+    assert package.start_run.call_args.kwargs["experiment_id"] == "7"
+    package.set_tracking_uri.assert_not_called()
+    package.set_experiment.assert_not_called()
+    logger.close()
+    logger.close()
+    package.end_run.assert_called_once_with("FINISHED")
+
+
+@pytest.mark.parametrize("name", ["MLFLOW_EXPERIMENT_ID", "MLFLOW_RUN_ID"])
+def test_the_place_of_a_platform_is_kept(
+    logged_run: LoggedRun, package: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "3")
+    MLflowLogger(logged_run)
+    package.set_experiment.assert_not_called()
+    assert os.environ[name] == "3"
+
+
+def test_a_trainer_that_was_not_closed_has_failed(logged_run: LoggedRun, package: Any) -> None:
+    MLflowLogger(logged_run)
+    MLflowLogger(logged_run).close()
+    assert [call.args[0] for call in package.end_run.mock_calls] == ["FAILED", "FINISHED"]
+
+
+def test_a_failed_run_is_not_finished_by_its_end(logged_run: LoggedRun, package: Any) -> None:
+    logger = MLflowLogger(logged_run)
+    logger.fail(ValueError("wrong"))
+    logger.close()
+    package.end_run.assert_called_once_with("FAILED")
