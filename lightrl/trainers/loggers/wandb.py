@@ -18,10 +18,10 @@ class WandbLogger:
         wandb = import_extra("wandb", extra="wandb", needed_by="--log.to wandb")
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
-            name=run.name,
-            id=run.id,
+            name=os.environ.get("WANDB_NAME", run.name),
+            id=os.environ.get("WANDB_RUN_ID", run.id),
             resume="allow",
-            dir=str(run.folder),
+            dir=os.environ.get("WANDB_DIR", str(run.folder)),
             config=dict(run.options),
             # The command line as it was typed, code and output do not leave the machine.
             settings=wandb.Settings(console="off", disable_code=True, disable_git=True, x_disable_meta=True),

@@ -42,3 +42,17 @@ def test_steps_that_a_resumed_run_repeats_are_kept(logged_run: LoggedRun) -> Non
     wandb.teardown()
     written = b"".join(path.read_bytes() for path in logged_run.folder.rglob("*.wandb"))
     assert all(f"reward/{name}".encode() in written for name in ("before", "lost", "again"))
+
+
+def test_the_variables_of_wandb_count(logged_run: LoggedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scratch").mkdir()
+    with monkeypatch.context() as patch:
+        for name, value in (("NAME", "mine"), ("RUN_ID", "9876"), ("DIR", str(tmp_path / "scratch"))):
+            patch.setenv(f"WANDB_{name}", value)
+        logger = WandbLogger(logged_run)
+        assert (logger._run.name, logger._run.id) == ("mine", "9876")
+        assert Path(logger._run.dir).is_relative_to(tmp_path / "scratch")
+        logger.close()
+    again = WandbLogger(logged_run)  # none of them stays in the process
+    assert (again._run.name, again._run.id) == (logged_run.name, logged_run.id)
+    again.close()
