@@ -111,6 +111,9 @@ class Evaluator(Trainer):
             "num_prompts": len(self.prompts.evaluation),
             "samples_per_prompt": config.eval.n,
             "temperature": config.eval.temperature,
+            "top_p": config.eval.top_p,
+            "top_k": config.eval.top_k,
+            "max_new_tokens": config.eval.max_new_tokens or config.max_new_tokens,
             "seed": config.seed,
             "metrics": metrics,
         }

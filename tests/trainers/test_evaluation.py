@@ -94,6 +94,19 @@ def test_prompts_of_trainings_are_not_taken_for_held_out_ones(
     assert "none sees" not in told("builtin:addition-heldout")
 
 
+def test_the_result_says_how_the_responses_were_sampled(data: Path, toy: Path, tmp_path: Path) -> None:
+    settings = EvalConfig(max_prompts=1, temperature=0.5, top_p=0.75, top_k=5)
+    config = EvaluateConfig(
+        model=str(toy / "model"), eval_data=str(data), max_new_tokens=9, eval=settings, output_dir=str(tmp_path / "run")
+    )
+    evaluator = Evaluator(config)
+    evaluator.fit()
+    evaluator.close()
+    result = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    names = ("temperature", "top_p", "top_k", "max_new_tokens")
+    assert [result[name] for name in names] == [0.5, 0.75, 5, 9]
+
+
 def test_an_evaluation_without_prompts_is_refused(data: Path) -> None:
     """As with the file of a training that had no --eval_data."""
     with pytest.raises(ValueError, match=r"no prompts to evaluate on: .*eval.jsonl is training data. Give --eval_data"):
