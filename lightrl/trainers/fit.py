@@ -42,6 +42,7 @@ from lightrl.trainers.run_folder import disown
 
 _COUNTED = ("prompt", "response", "trained")  # metrics tokens/... that tokens/per_second adds up
 _LINES_PER_RUN = 20  # printed if there is no terminal
+_LONGEST_SILENCE_S = 60.0  # after which a slow run prints the next step, too
 _OBSERVERS = {  # option -> what makes the observer that it asks for
     "profile": "lightrl.trainers.profiling:Profile",
     "export.every": "lightrl.trainers.export:Export",
@@ -382,10 +383,8 @@ class RunConsole:
     """Shows a run: a progress bar on a terminal, else plain lines; a table at the end. Silent if not enabled."""
 
     def __init__(self, shown: Shown, *, enabled: bool, first_step: int, max_steps: int) -> None:
-        self._shown = shown
+        self._shown, self._max_steps, self._said_at = shown, max_steps, time.monotonic()
         self._console = Console(quiet=not enabled, highlight=False)
-        self._every = max(1, max_steps // _LINES_PER_RUN)
-        self._max_steps = max_steps
         columns = (BarColumn(), "{task.fields[status]}", TimeElapsedColumn(), "ETA", TimeRemainingColumn())
         is_shown = enabled and self._console.is_terminal
         self.progress = Progress("step", MofNCompleteColumn(), *columns, console=self._console, disable=not is_shown)
@@ -399,7 +398,9 @@ class RunConsole:
         """Shows the metrics of a finished step; step counts from 1."""
         texts = [_text(name, metrics[name]) for name in self._shown.step if name in metrics]
         self.progress.update(self._task, completed=step, status="  ".join(texts[:2]))
-        if not self._console.is_terminal and (step % self._every == 0 or step == self._max_steps):
+        is_due = step % max(1, self._max_steps // _LINES_PER_RUN) == 0 or step == self._max_steps
+        if not self._console.is_terminal and (is_due or time.monotonic() - self._said_at > _LONGEST_SILENCE_S):
+            self._said_at = time.monotonic()
             self.say("  ".join([f"step {step}/{self._max_steps}", *texts]))
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:

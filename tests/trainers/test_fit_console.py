@@ -42,6 +42,17 @@ def test_the_last_step_is_shown_and_the_table_adds_up_the_seconds(
     assert cells == ["5", "1.500", "#" * 20, "", "0.250", "16"]  # a bar is full from 1 on; 4 x 4 s and none
 
 
+def test_a_slow_run_is_not_silent_for_long(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = 0.0
+    monkeypatch.setattr("lightrl.trainers.fit.time", SimpleNamespace(monotonic=lambda: seconds))
+    console = RunConsole(Shown(), enabled=True, first_step=0, max_steps=1000)
+    for step in range(1, 51):
+        seconds += 25.0 if step < 9 else 1.0
+        console.step_done(step, METRICS)
+    shown = [int(line.split("/")[0].removeprefix("step ")) for line in capsys.readouterr().out.splitlines()]
+    assert shown == [3, 6, 19, 50]  # after more than a minute each, and the one that is due
+
+
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     console = RunConsole(Shown(), enabled=False, first_step=0, max_steps=2)
     with console.progress:
