@@ -9,7 +9,6 @@ import base64
 import gzip
 import hashlib
 import json
-import math
 from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -121,7 +120,7 @@ def _rated(run: RunFiles, index: int) -> list[dict[str, Any]]:
     for item, suspicion in zip(run.samples, suspicions(run.samples), strict=True):
         row = {name: item[name] for name in _SHOWN if item.get(name) is not None}
         row |= {name: shortened(item.get(name)) for name in ("prompt", "response")}
-        found.append(_finite(row | {"run": index, "suspicion": suspicion.score, "reasons": list(suspicion.reasons)}))
+        found.append(row | {"run": index, "suspicion": suspicion.score, "reasons": list(suspicion.reasons)})
     return found
 
 
@@ -130,13 +129,6 @@ def shortened(text: object) -> str:
     whole = str(text or "")
     left = len(whole) - _LONGEST_TEXT
     return f"{whole[:_LONGEST_TEXT]} [... {left} more characters]" if left > 0 else whole
-
-
-def _finite(row: dict[str, Any]) -> dict[str, Any]:
-    """Returns the row without NaN and infinities, which a browser's JSON does not allow."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
-    }
 
 
 def _chosen(items: Sequence[Row], count: int) -> list[Row]:

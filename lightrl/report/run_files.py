@@ -97,8 +97,9 @@ def _end_of(path: Path, most_bytes: int | None) -> bytes:
 
 
 def _object(text: str) -> dict[str, Any] | None:
+    """Returns the object of a line, with None for NaN and infinities, which a browser's JSON does not allow."""
     try:
-        found = json.loads(text)
+        found = json.loads(text, parse_constant=lambda _: None)
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

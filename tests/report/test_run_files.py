@@ -37,6 +37,12 @@ def test_values_skip_what_is_missing(run_folder: Path) -> None:
     assert run.config["algorithm.loss"] == "ppo_clip"
 
 
+def test_numbers_that_no_browser_reads_are_missing(run_folder: Path) -> None:
+    """Python writes them, as in an answer of a Parquet file; JSON.parse would refuse all samples for one."""
+    (run_folder / "samples.jsonl").write_text('{"step": 1, "answer": {"low": NaN, "of": [1.5, -Infinity]}}\n')
+    assert read_run(run_folder).samples == [{"step": 1, "answer": {"low": None, "of": [1.5, None]}}]
+
+
 def test_secrets_among_the_options_are_masked(run_folder: Path) -> None:
     text = "engine_args: [api_key=hunter2, seed=1]\njudge:\n  url: https://me:hunter2@host/v1\n"
     (run_folder / "config.yaml").write_text(text)
