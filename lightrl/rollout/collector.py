@@ -188,7 +188,7 @@ class Collector(Scorer):
         n: int = 1,
         ks: Sequence[int] = (),
         source_field: str = "",
-        keep: Callable[[Sequence[Sample], Sequence[float]], None] | None = None,
+        keep: Callable[[Sequence[Sample], Sequence[float]], None] = lambda samples, rewards: None,
     ) -> dict[str, float]:
         """Samples each prompt n times and returns metrics over all ranks; every evaluation makes the same draws.
 
@@ -203,8 +203,7 @@ class Collector(Scorer):
         seeds = [mix_seed(_EVAL_STREAM, self._seed, position) for position, _ in mine]
         samples = self._generate(mine, seeds, n, replace(self._evaluation, temperature=temperature))
         scored = self.score(samples, statistics, prefix="eval/")
-        if keep is not None:
-            keep(samples, scored)
+        keep(samples, scored)
         rewards = [reward for reward in scored if has_reward(reward)]
         if n > 1 or ks or source_field:
             groups = grouped(samples, scored, n, step=0)
@@ -213,7 +212,13 @@ class Collector(Scorer):
             statistics.values("eval/reward", rewards)
             statistics.mean("eval/accuracy", sum(reward >= 1 for reward in rewards), len(rewards))
         statistics.mean("eval/response_tokens", sum(s.num_own for s in samples), sum(bool(s.turns) for s in samples))
+        statistics.mean("eval/truncated", sum(map(is_truncated, samples)), sum(bool(s.turns) for s in samples))
         return statistics.reduce(comm)
+
+
+def is_truncated(sample: Sample) -> bool:
+    """Whether the response was cut off at max_new_tokens, or the episode by a full context."""
+    return sample.finish_reason in ("length", "context")
 
 
 def seed_of_prompt(seed: int, step: int, position: int) -> int:

@@ -16,7 +16,7 @@ from lightrl.records import Experience, PackedBatch, Sample, ScoredGroup, TokenS
 from lightrl.rewards import OwnRewards
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rollout.branches import with_branches
-from lightrl.rollout.collector import Prompts, grouped, ungrouped
+from lightrl.rollout.collector import Prompts, grouped, is_truncated, ungrouped
 from lightrl.rollout.dynamic_sampling import DynamicSampling
 from lightrl.seeding import mix_seed
 from lightrl.strategy import StrategyBase
@@ -31,7 +31,6 @@ from lightrl.trainers.policy_step import (
     describe_batches,
     describe_rollout,
     evaluate,
-    is_truncated,
     shown_of,
     start_engine,
     step_metrics,

@@ -32,7 +32,7 @@ from lightrl.metrics import Statistics
 from lightrl.records import Experience, PackedBatch, Prompt, Sample
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rewards.scoring import has_reward
-from lightrl.rollout.collector import Collector, Prompts, sampling_of
+from lightrl.rollout.collector import Collector, Prompts, is_truncated, sampling_of
 from lightrl.rollout.episode_collector import collector_of_episodes, longest_episode
 from lightrl.strategy.base import TrainBatchResult
 from lightrl.trainers.coefficients import Coefficients
@@ -420,8 +420,3 @@ def step_metrics(objective: PolicyLoss, statistics: Statistics, comm: Comm, num_
     if "kl" in metrics and isinstance(coefficients, Coefficients):  # "kl": the policy was updated
         coefficients.follow(kl=metrics["kl"], entropy=metrics["entropy"], num_samples=num_samples)
     return metrics
-
-
-def is_truncated(sample: Sample) -> bool:
-    """Whether the response was cut off at max_new_tokens, or the episode by a full context."""
-    return sample.finish_reason in ("length", "context")

@@ -109,6 +109,18 @@ def test_an_evaluation_only_reads(strategy: StrategyBase, prompts: list[tuple[in
     assert first["eval/accuracy"] == 1.0  # every response has at least one token
 
 
+def test_an_evaluation_counts_the_responses_that_were_cut_off(
+    strategy: StrategyBase, prompts: list[tuple[int, Prompt]]
+) -> None:
+    kept: list[Sample] = []
+    found = collector(strategy).evaluate(
+        [prompt for _, prompt in prompts] * 8, temperature=1.0, keep=lambda samples, _: kept.extend(samples)
+    )
+    cut = [sample.finish_reason == "length" for sample in kept]
+    assert 0 < sum(cut) < len(cut) == 24
+    assert found["eval/truncated"] == sum(cut) / 24
+
+
 def test_an_evaluation_shows_its_samples_with_their_rewards(
     strategy: StrategyBase, prompts: list[tuple[int, Prompt]]
 ) -> None:

@@ -13,6 +13,7 @@ from lightrl.metrics import Statistics
 from lightrl.records import FinishReason, Prompt, Sample, Status
 from lightrl.rewards import NO_REWARD
 from lightrl.rewards.reward_set import RewardSet
+from lightrl.rollout.collector import is_truncated
 from lightrl.strategy.results import TrainBatchResult
 from lightrl.trainers.fit import Shown
 from lightrl.trainers.grpo import GRPOTrainer
@@ -21,7 +22,6 @@ from lightrl.trainers.policy_step import (
     describe_batches,
     describe_rollout,
     describe_update,
-    is_truncated,
     shown_of,
     step_metrics,
 )
