@@ -110,9 +110,9 @@ def empty_copy(source: PreTrainedModel, dtype: torch.dtype, device: torch.device
     if varies_with_length(config):  # a source that was not fixed would differ from the engine
         fix_frequencies(source)
         fix_frequencies(model, fixed_length(source))
-    buffers = dict(source.named_buffers())
-    for name, buffer in model.named_buffers() if not is_meta else ():
-        buffer.copy_(buffers[name])
+    for name, buffer in model.named_buffers() if not is_meta else ():  # bfloat16 would make a router's biases equal
+        own_dtype = torch.float32 if name.endswith(".e_score_correction_bias") else buffer.dtype
+        buffer.data = source.get_buffer(name).to(device, own_dtype, copy=True)
     return model.requires_grad_(False)
 
 

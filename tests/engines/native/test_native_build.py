@@ -1,5 +1,6 @@
 import pytest
 import torch
+from tiny_moe import tiny_moe
 from torch.testing import assert_close
 
 from lightrl.builtin.model import tiny_model
@@ -23,6 +24,18 @@ def test_the_copy_has_the_buffers_and_no_weight_of_the_source() -> None:
     assert copy.lm_head.weight is copy.model.embed_tokens.weight
     mine = {p.untyped_storage().data_ptr() for p in copy.parameters()}
     assert not mine & {p.untyped_storage().data_ptr() for p in source.parameters()}
+
+
+def test_a_router_in_bfloat16_chooses_experts_by_the_biases_of_the_source() -> None:
+    source = tiny_moe("deepseek_v3")
+    biases = {name: buffer for name, buffer in source.named_buffers() if name.endswith("e_score_correction_bias")}
+    assert biases
+    for buffer in biases.values():
+        buffer.copy_(11 + 0.01 * torch.arange(len(buffer)))  # as large and as alike as those of DeepSeek-V3
+    copy = dict(empty_copy(source, torch.bfloat16, CPU).named_buffers())
+    for name, buffer in biases.items():
+        assert_close(copy[name], buffer, atol=0, rtol=0)
+        assert copy[name].data_ptr() != buffer.data_ptr()
 
 
 def test_a_built_engine_generates_once_weights_have_come() -> None:
