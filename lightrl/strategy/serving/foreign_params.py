@@ -71,7 +71,7 @@ def as_params(given: Any) -> SamplingParams:
     if isinstance(given, SamplingParams):
         return given
     settings = dict(given) if isinstance(given, Mapping) else _settings_of(given)
-    greedy = settings.pop("greedy", False)
+    greedy = settings.pop("greedy", False) or settings.pop("do_sample", None) is False  # in transformers
     known, unknown = {}, []
     for name, value in settings.items():
         own = _RENAMED.get(name, name)

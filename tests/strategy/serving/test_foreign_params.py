@@ -84,6 +84,8 @@ def test_parameters_in_the_words_of_others() -> None:
     neutral = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "min_p": 0.0, "best_of": 1, "logit_bias": None}
     assert as_params({**neutral, "skip_special_tokens": False, "bad_words": []}) == SamplingParams()
     assert as_params({"n_samples": 2, "greedy": True, "top_k": 10**8}) == SamplingParams(n=2, temperature=0.0)
+    assert as_params({"do_sample": False, "temperature": 0.7}) == SamplingParams(temperature=0.0)
+    assert as_params({"do_sample": True, "temperature": 0.7}) == SamplingParams(temperature=0.7)
     assert as_params(Theirs(stop=["a", "b"], max_tokens=5)) == SamplingParams(max_new_tokens=5, stop=("a", "b"))
     assert as_params(Theirs()) == SamplingParams(max_new_tokens=16)
     for given, text in (
