@@ -161,7 +161,7 @@ class SamplingParams:
     def _refuse(self) -> None:
         if self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is {self.max_new_tokens}: it must be at least 1.")
-        if self.temperature < 0:
+        if not self.temperature >= 0:  # nor a NaN
             raise ValueError(f"temperature is {self.temperature}: it must be 0 (greedy) or above.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}: it must be above 0 and at most 1.")

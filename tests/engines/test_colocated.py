@@ -375,6 +375,7 @@ def test_an_engine_of_ones_own_by_import_path() -> None:
     [
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"temperature": -1.0}, "temperature is -1.0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_k": -1}, "top_k is -1"),
         ({"n": 0}, "n is 0"),
