@@ -18,14 +18,15 @@ from lightrl.rollout.endpoint.session import Reply, Wish
 _MAX_CHOICES = 128
 _MAX_STOPS = 16
 _MOST_SHOWN = 200  # characters of a refused value
-_DISTRIBUTION = {  # settings that change the distribution, each with its neutral value; the run decides them
-    "top_p": 1,
-    "top_k": -1,
-    "min_p": 0,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "repetition_penalty": 1,
-    "logit_bias": {},
+# Settings that change the distribution, each with its neutral values; the run decides them.
+_DISTRIBUTION: dict[str, tuple[Any, ...]] = {
+    "top_p": (1,),
+    "top_k": (-1, 0),
+    "min_p": (0,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
 }
 
 
@@ -34,6 +35,10 @@ _KNOWN = {  # other fields of a chat request that the endpoint reads, or that do
     *("max_tokens", "max_completion_tokens", "stop", "stop_token_ids", "stream", "stream_options"),
     *("logprobs", "top_logprobs", "return_token_ids"),
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id"),
+}
+_OF_THE_ANSWER = {  # sampling parameters of a token request that say how the tokens are returned
+    *("detokenize", "include_stop_str_in_output", "output_kind", "prompt_logprobs", "skip_special_tokens"),
+    "spaces_between_special_tokens",
 }
 
 
@@ -97,6 +102,12 @@ def unknown_fields(body: Mapping[str, Any]) -> list[str]:
     return sorted(name for name, value in body.items() if value is not None and name not in {*_KNOWN, *_DISTRIBUTION})
 
 
+def unknown_settings(body: Mapping[str, Any]) -> list[str]:
+    """Returns the sampling parameters of a token request that may ask for other tokens, which it does not get."""
+    settings = body.get("sampling_params") or {}
+    return [name for name in unknown_fields(settings) if settings[name] and name not in _OF_THE_ANSWER]
+
+
 def wants_usage(body: Mapping[str, Any]) -> bool:
     """Returns whether a streamed answer is to end with the numbers of tokens."""
     options = _given(body, "stream_options", {})
@@ -124,7 +135,7 @@ def ignored_settings(body: Mapping[str, Any], temperature: float) -> list[str]:
     """Returns the settings of a request that are ignored, because the trainer needs turns of the run's distribution."""
     settings = body.get("sampling_params") if isinstance(body.get("sampling_params"), dict) else body
     assert isinstance(settings, Mapping)
-    given = [name for name, neutral in _DISTRIBUTION.items() if settings.get(name) not in (None, neutral)]
+    given = [name for name, neutral in _DISTRIBUTION.items() if settings.get(name) not in (None, *neutral)]
     if settings.get("temperature") not in (None, temperature):
         given.append("temperature")
     return [f"{name}={settings[name]}" for name in given]

@@ -212,7 +212,7 @@ class Endpoint:
         body = requests.parsed_body(await request.read())
         adapter = requests.adapter_of(body, self.model, self._others)
         messages, tools, wish = requests.chat_wish(body)
-        self._warn_of_unknown(body)
+        self._warn_of_unknown(requests.unknown_fields(body))
         session = await self._session_of(request)
         wish = self._allowed(replace(wish, adapter=adapter), body, session)
         replies = await session.chat(messages, tools, wish)
@@ -226,6 +226,7 @@ class Endpoint:
         body = requests.parsed_body(await request.read())
         adapter = requests.adapter_of(body, self.model, self._others)
         ids, wish = requests.token_wish(body)
+        self._warn_of_unknown(requests.unknown_settings(body))
         session = await self._session_of(request)
         replies = await session.complete(ids, self._allowed(replace(wish, adapter=adapter), body, session))
         return _json(requests.token_answer(replies, body, body.get("model", self.model)))
@@ -244,8 +245,7 @@ class Endpoint:
             )
         return requests.without_temperature(wish)
 
-    def _warn_of_unknown(self, body: dict[str, Any]) -> None:
-        unknown = requests.unknown_fields(body)
+    def _warn_of_unknown(self, unknown: list[str]) -> None:
         if not unknown or self._has_warned_of_fields:
             return
         self._has_warned_of_fields = True

@@ -8,7 +8,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lightrl.rollout.endpoint.conversations import Call
-from lightrl.rollout.endpoint.requests import chat_answer, chat_wish, ignored_settings, token_wish, unknown_fields
+from lightrl.rollout.endpoint.requests import (
+    chat_answer,
+    chat_wish,
+    ignored_settings,
+    token_wish,
+    unknown_fields,
+    unknown_settings,
+)
 from lightrl.rollout.endpoint.session import Reply
 from lightrl.rollout.episode import Turn
 
@@ -19,6 +26,7 @@ def test_settings_that_change_the_distribution_are_named() -> None:
     assert ignored_settings({"temperature": 1.0, "top_p": 1, "presence_penalty": 0}, 1.0) == []
     assert ignored_settings({"temperature": 0, "top_p": 0.9}, 1.0) == ["top_p=0.9", "temperature=0"]
     assert ignored_settings({"sampling_params": {"top_k": 5}}, 1.0) == ["top_k=5"]
+    assert ignored_settings({"top_k": 0, "min_p": 0.0}, 1.0) == []
     assert ignored_settings({"top_k": -1, "logit_bias": {}, "presence_penalty": -1}, 1.0) == ["presence_penalty=-1"]
 
 
@@ -27,6 +35,15 @@ def test_fields_that_ask_for_another_answer_in_vain_are_named() -> None:
     assert unknown_fields({**heeded, "seed": None}) == []
     body = {**heeded, "seed": 1, "chat_template_kwargs": {"enable_thinking": False}}
     assert unknown_fields(body) == ["chat_template_kwargs", "seed"]
+
+
+def test_sampling_parameters_of_a_token_request_that_are_ignored_are_named() -> None:
+    heeded = {"max_tokens": 5, "temperature": 1.0, "stop": ["x"], "stop_token_ids": [3], "n": 2, "logprobs": 1}
+    neutral = {"min_tokens": 0, "ignore_eos": False, "seed": None, "bad_words": [], "skip_special_tokens": True}
+    assert unknown_settings({"token_ids": [5], "sampling_params": {**heeded, **neutral}}) == []
+    assert unknown_settings({"token_ids": [5], "sampling_params": None}) == []
+    asked = {"sampling_params": {"min_tokens": 5, "ignore_eos": True, "seed": 1}}
+    assert unknown_settings(asked) == ["ignore_eos", "min_tokens", "seed"]
 
 
 def test_the_newer_name_of_the_limit_wins_and_none_means_left_out() -> None:
