@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ class ModuleForward:
         AttentionMaskInterface.register(NATIVE_ATTENTION, native_mask)
         decoder.set_attn_implementation(NATIVE_ATTENTION)
         self._model, self._decoder = model, decoder
+        attentions: list[Any] = [item for item in decoder.modules() if type(item).__name__ == "Llama4TextAttention"]
+        self._scaled = [module for module in attentions if module.attn_temperature_tuning and not module.use_rope]
 
     def prefill(self, ids: Tensor, last: Tensor, cache: RowCache) -> Tensor:
         """Returns logits [b, vocab] after index last[j] of each row of ids [b, t]; the prefill phase must be begun."""
@@ -64,7 +67,8 @@ class ModuleForward:
     def decode(self, tokens: Tensor, positions: Tensor, cache: RowCache, rope_deltas: Tensor | None = None) -> Tensor:
         """Returns logits [n, vocab] of tokens [n] at positions [n]; the decode phase must be begun."""
         rope = positions if rope_deltas is None else (positions + rope_deltas).expand(3, -1)
-        return self._run(tokens[:, None], rope[..., None], cache)[:, -1]
+        with self._scaled_by_row(positions):
+            return self._run(tokens[:, None], rope[..., None], cache)[:, -1]
 
     def _run(self, ids: Tensor, positions: Tensor, cache: RowCache) -> Tensor:
         logits: Tensor = self._model(
@@ -90,6 +94,25 @@ class ModuleForward:
             yield
         finally:
             handle.remove()
+
+    @contextmanager
+    def _scaled_by_row(self, positions: Tensor) -> Iterator[None]:
+        """Scales the queries of Llama 4 by the positions of their own rows, [n]; it would take one for all of them."""
+        handles = []
+        for layer in self._scaled:
+            scales = torch.log1p(torch.floor((positions.float() + 1.0) / layer.floor_scale)) * layer.attn_scale + 1.0
+            handles.append(layer.q_proj.register_forward_hook(partial(_scale_rows, scales[:, None, None])))
+            layer.attn_temperature_tuning = False
+        try:
+            yield
+        finally:
+            for layer, handle in zip(self._scaled, handles, strict=True):
+                layer.attn_temperature_tuning = True
+                handle.remove()
+
+
+def _scale_rows(scales: Tensor, module: nn.Module, inputs: tuple[Any, ...], queries: Tensor) -> Tensor:
+    return (queries * scales).to(queries.dtype)
 
 
 def native_attention(

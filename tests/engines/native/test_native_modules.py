@@ -1,9 +1,15 @@
+import copy
+
 import pytest
 import torch
+from tiny_hybrids import FAMILIES, own_logprobs
 from torch import nn
 from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
 
-from lightrl.engines.native.modules import decode_attention, native_attention, native_mask
+from lightrl.engines.base import SamplingParams
+from lightrl.engines.native.engine import NativeEngine
+from lightrl.engines.native.modules import ModuleForward, decode_attention, native_attention, native_mask
 
 CPU = torch.device("cpu")
 
@@ -60,3 +66,18 @@ def test_sinks_without_an_eager_function_are_refused():
     query = torch.zeros(1, 1, 1, 2)
     with pytest.raises(RuntimeError, match="no eager_attention_forward to fall back on"):
         native_attention(nn.Linear(1, 1), query, query, query, None, s_aux=torch.zeros(1))
+
+
+def test_queries_of_llama_4_are_scaled_by_the_position_of_their_own_row():
+    config = FAMILIES["llama4_text"]()
+    config.floor_scale, config.attn_scale = 9, 2.0
+    torch.manual_seed(0)
+    reference = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    for parameter in reference.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    engine = NativeEngine(copy.deepcopy(reference), eos_token_ids=(), device=CPU)
+    params = SamplingParams(n=2, max_new_tokens=12, seed=1)
+    for item in engine.generate([[5], [7, 8, 9, 10], list(range(3, 33))], [params] * 3):
+        expected = own_logprobs(reference, item.prompt_token_ids, item.output_token_ids)
+        assert_close(torch.tensor(item.logprobs), expected, atol=2e-5, rtol=0)
+    assert type(engine._runner.forward_in_use) is ModuleForward
