@@ -131,8 +131,8 @@ def token_wish(body: Mapping[str, Any]) -> tuple[list[int], Wish]:
     return ids, _wish(settings, "max_tokens")
 
 
-def ignored_settings(body: Mapping[str, Any], temperature: float) -> list[str]:
-    """Returns the settings of a request that are ignored, because the trainer needs turns of the run's distribution."""
+def ignored_settings(body: Mapping[str, Any], temperature: float | None) -> list[str]:
+    """Returns the settings of a request by which its turns would have another distribution than at the temperature."""
     settings = body.get("sampling_params") if isinstance(body.get("sampling_params"), dict) else body
     assert isinstance(settings, Mapping)
     given = [name for name, neutral in _DISTRIBUTION.items() if settings.get(name) not in (None, *neutral)]

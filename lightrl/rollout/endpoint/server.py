@@ -234,6 +234,7 @@ class Endpoint:
     def _allowed(self, wish: Wish, body: dict[str, Any], session: Session) -> Wish:
         """Returns the wish, restricted to the run's distribution if the turns are trained on."""
         if session.task is None or wish.adapter != POLICY:
+            self._warn_of_unknown(requests.ignored_settings(body, wish.temperature))  # which is its own
             return wish
         ignored = requests.ignored_settings(body, session.engine.temperature)
         if ignored and not self._has_warned:
