@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from lightrl.engines.base import Completion
 from lightrl.records import FinishReason
+
+_MOST_BYTES = 4  # of a character in UTF-8
 
 
 def check_stop(stop: Sequence[str], tokenizer: Any) -> None:
@@ -59,16 +61,25 @@ def first_stop(token_ids: Sequence[int], stop: Sequence[str], tokenizer: Any, *,
     This is a binary search, since a text only grows.
     """
 
-    def decode(count: int) -> str:
-        text: str = tokenizer.decode(list(token_ids[:count]), skip_special_tokens=False)
-        return text
+    def readable(count: int, least: int = 0) -> Iterator[str]:
+        """Yields the text of `count` tokens and, if that ends within a character, those of fewer tokens.
+
+        Where bytes are tokens (Llama 2, Mistral, Gemma), the first ones of a character make the bytes before them
+        unreadable, too, such as a line break, until the last one comes.
+        """
+        for length in range(count, max(count - _MOST_BYTES, least), -1):
+            text: str = tokenizer.decode(list(token_ids[:length]), skip_special_tokens=False)
+            yield text
+            if not text.endswith("\ufffd"):
+                return
 
     # Bytes of a character that the next token completes decode to U+FFFD: the character is not within the minimum yet.
-    start = len(decode(after).rstrip("\ufffd")) if after else 0
+    start = max((len(text.rstrip("\ufffd")) for text in readable(after)), default=0)
 
     def has_stop(count: int) -> bool:
-        text = decode(count)
-        return any(text.find(wanted, max(0, start + 1 - len(wanted))) >= 0 for wanted in stop)
+        texts = readable(count, after)
+        places = (text.find(wanted, max(0, start + 1 - len(wanted))) for text in texts for wanted in stop)
+        return any(place >= 0 for place in places)
 
     low, high = after + 1, len(token_ids)
     if low > high or not has_stop(high):

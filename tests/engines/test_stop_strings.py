@@ -99,3 +99,18 @@ def test_a_stop_string_that_is_one_token_ends_a_sample_in_the_engine() -> None:
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
     size = len(tokenizer) - 1  # a model that lacks the token: engines refuse it
     assert stop_tokens(("4", "<|im_end|>"), tokenizer, size) == (four,)
+
+
+class ByteFallback:
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        try:
+            return bytes(token_ids).decode()
+        except UnicodeDecodeError:
+            return "\ufffd" * len(token_ids)
+
+
+def test_the_first_bytes_of_a_character_hide_no_stop_string_before_them() -> None:
+    ids = list("ab\n\U0001f642c".encode())  # the bytes of a smiley behind the line break
+    assert ByteFallback().decode(ids[:5]) == "\ufffd" * 5
+    assert [first_stop(ids[:count], ("\n",), ByteFallback()) for count in range(2, 9)] == [None, *[3] * 6]
+    assert [first_stop(ids, ("\n", "c"), ByteFallback(), after=count) for count in (2, 3, 5)] == [3, 8, 8]
