@@ -20,6 +20,8 @@ from torch import nn
 from lightrl.engines.weights.account import Place, Shape, Window
 
 _READABLE = (torch.float32, torch.bfloat16, torch.float16)  # other types hold quantised values
+_REMADE = re.compile(r"\b(A_weight_loader|composed_weight_loader)\b")  # loaders of -exp(A_log) and the like
+_DEALT = "mamba_v2_sharded_weight_loader"  # loader of parts that are split one by one, which no name shows
 _EXPERTS = re.compile(r"(.+\.experts)\.(?:(\d+)\.)?(gate_up_proj|gate_proj|up_proj|down_proj|w1|w2|w3)(?:\.weight)?")
 
 
@@ -53,7 +55,7 @@ class Placement:
     def places(self, name: str, shape: Shape) -> list[Place] | None:
         """Returns the places where this rank keeps parts of the tensor; None if unknown."""
         places = self._places(self.own_name(name), shape)
-        if places and any(self.parameters[place.parameter].dtype not in _READABLE for place in places):
+        if any(not _is_comparable(self.parameters[place.parameter], shape) for place in places or ()):
             return None
         return places
 
@@ -209,6 +211,13 @@ class Placement:
     def _expert_parameter(self, prefix: str, ending: str) -> str | None:
         inside = (name for name in self.parameters if name.startswith(f"{prefix}.") and name.endswith(ending))
         return self._known(f"{prefix}.{ending}") or next(inside, None)
+
+
+def _is_comparable(parameter: nn.Parameter, shape: Shape) -> bool:
+    """Returns whether a parameter holds values of the checkpoint's tensor of this shape, in the same order."""
+    loader = getattr(getattr(parameter, "weight_loader", None), "__qualname__", "")
+    is_dealt = _DEALT in loader and tuple(parameter.shape) != shape
+    return parameter.dtype in _READABLE and not is_dealt and _REMADE.search(loader) is None
 
 
 def _has_up_first(module: Any) -> bool:

@@ -232,3 +232,28 @@ def test_an_expert_of_another_rank_is_known_and_not_here() -> None:
     assert finder.places("layer.experts.4.down_proj.weight", (6, 4)) == [
         Place("layer.experts.w2_weight", ((0, 1, 1),), ((1, 0, 4),))
     ]
+
+
+def composed_weight_loader():
+    """As vLLM and SGLang name the one of -exp(A_log)."""
+    return lambda parameter, given: None
+
+
+def mamba_v2_sharded_weight_loader():
+    """As they name the one that gives each rank a slice of every part of a convolution."""
+    return lambda parameter, given: None
+
+
+def test_what_a_loader_computes_or_deals_out_is_not_compared() -> None:
+    model, layer = nn.Module(), nn.Module()
+    layer.A, layer.D = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
+    layer.A.weight_loader = composed_weight_loader()
+    layer.conv1d, layer.in_proj = Weights(8, 1, 3, tp_size=2), Weights(8, 6, tp_size=2)
+    layer.conv1d.weight.weight_loader = mamba_v2_sharded_weight_loader()
+    model.layer = layer
+    finder = Placement(model, RULES, tp_size=2)
+    assert finder.places("layer.A", (4,)) is None
+    assert finder.places("layer.conv1d.weight", (16, 1, 3)) is None  # its rows are not those from 0 to 8
+    assert finder.places("layer.conv1d.weight", (8, 1, 3)) == [Place("layer.conv1d.weight")]  # one rank has all of them
+    assert finder.places("layer.D", (4,)) == [Place("layer.D")]
+    assert finder.places("layer.in_proj.weight", (16, 6)) == [Place("layer.in_proj.weight", (), ((0, 0, 8),))]
