@@ -63,8 +63,9 @@ def llm_arguments(
     tp_size: int,
     is_distributed: bool,
     takes_media: bool,
+    states_context: bool = True,
 ) -> dict[str, Any]:
-    """Returns all arguments of vllm.LLM()."""
+    """Returns all arguments of vllm.LLM(); states_context: whether the model's config says how long its context is."""
     arguments: dict[str, Any] = {
         "model": model,
         "load_format": "dummy",  # the weights come with the first sync
@@ -84,8 +85,9 @@ def llm_arguments(
         arguments["mm_processor_cache_gb"] = 0  # a prompt is processed once for all of its samples anyway
     # A step that is scheduled ahead would run with other weights than its tokens' version says.
     arguments["async_scheduling"] = False
-    # As much of the model's context as fits: a long one would need more memory than many runs give the engine.
-    arguments["max_model_len"] = -1
+    if states_context:
+        # As much of it as fits: a long one would need more memory than many runs give the engine.
+        arguments["max_model_len"] = -1
     if device.type == "cuda":
         arguments |= {
             "enable_sleep_mode": options.engine_sleep_level > 0,

@@ -22,6 +22,7 @@ from lightrl.engines.vllm.arguments import llm_arguments
 from lightrl.engines.vllm.engine import VLLMEngine, media_token
 from lightrl.imports import is_installed
 from lightrl.models.packed_attention import varies_with_length
+from lightrl.models.policy import stated_context
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ def build_vllm_engine(
             tp_size=group.size,
             is_distributed=found_world().is_distributed,
             takes_media=takes_media,
+            states_context=stated_context(source.config.get_text_config()) < 1 << 30,
         )
         if varies_with_length(source.config):
             limit_vllm(source, arguments)
@@ -110,6 +112,8 @@ def check_head_size(source: PreTrainedModel) -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
     config = source.config.get_text_config()
+    if not getattr(config, "num_attention_heads", None):  # it has recurrent layers alone
+        return
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     allowed = CPUAttentionBackend.get_supported_head_sizes()
     if size not in allowed:

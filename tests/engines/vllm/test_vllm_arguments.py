@@ -47,3 +47,5 @@ def test_arguments_of_a_cpu_and_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "distributed_executor_backend" not in alone
     assert alone["limit_mm_per_prompt"]["image"] > 1
     assert alone["skip_tokenizer_init"] is False
+    endless = llm_arguments(options, device=torch.device("cpu"), **shared, states_context=False)
+    assert "max_model_len" not in endless  # vLLM cannot fit what the config does not state

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from tiny_engine_models import IMAGE, TEXT_FAMILIES, VIDEO, VISION_FAMILIES, load_tiny_model, save_tiny_model, shake
 
 from lightrl.config import StrategyOptions
@@ -34,6 +35,7 @@ if torch.cuda.is_available():
 pytestmark = pytest.mark.engine
 CPU = torch.device("cpu")
 PROMPTS = [[5, 9, 33], [7], [60, 2, 8, 41, 12, 3]]
+SMALL = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2}
 LONG = [place * 7 % 90 + 3 for place in range(200)]  # more than a block of the prefix cache, which is 128 on a CPU
 
 
@@ -153,6 +155,32 @@ def test_weights_stay_exact_over_updates_and_sleeps(family, folders) -> None:
         shake(source, seed=version)
     check_spoilt_loads(source, engine, VICTIMS[family])
     engine.close()
+    engine.close()
+
+
+RECURRENT = {
+    "falcon_h1": lambda: transformers.FalconH1Config(
+        **SMALL, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2, head_dim=32, mamba_d_ssm=64,
+        mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=16, mamba_chunk_size=16
+    ),
+    "mamba2": lambda: transformers.Mamba2Config(**SMALL, num_heads=8, head_dim=16, n_groups=1, state_size=16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_a_recurrent_model(family) -> None:
+    """vLLM keeps -exp(A_log), which must not count as lost; a model without attention also states no context."""
+    torch.manual_seed(0)
+    source = transformers.AutoModelForCausalLM.from_config(RECURRENT[family](), dtype=torch.float32).eval()
+    shake(source, 0.05)
+    engine = build(source)
+    for version in range(2):
+        engine.update_weights(source.named_parameters(), version)
+        engine.wake()
+        items = engine.generate(PROMPTS, [SamplingParams(max_new_tokens=6, seed=1, ignore_eos=True)] * 3)
+        assert largest_difference(source, items) < 1e-5
+        shake(source, seed=version)
+    assert all(name.endswith("A_log") for name in engine.engine.unread if "in_proj" not in name)
     engine.close()
 
 
@@ -560,6 +588,8 @@ USED = [
     ("vllm.distributed.parallel_state", "_WORLD", None),
     ("vllm._custom_ops", "cpu_prepack_moe_weight", ["weight", "isa"]),
     ("vllm.exceptions", "VLLMValidationError", None),
+    ("vllm.model_executor.layers.mamba.mamba_mixer2", "composed_weight_loader", ["fn"]),
+    ("vllm.model_executor.layers.mamba.mamba_mixer2", "mamba_v2_sharded_weight_loader", ["shard_spec"]),
 ]
 
 
