@@ -47,6 +47,7 @@ def build_vllm_engine(
     takes_media = has_processor(source, folder)
     with host.process_state_kept(group.comm, device):
         check_platform(device)
+        host.spare_trainers_classes()
         if device.type == "cpu":
             warn_of_many_threads(group.comm.world)
             check_head_size(source)

@@ -113,6 +113,19 @@ def buffers_kept_from_dummy_loader() -> Iterator[None]:
         loaders["dummy"] = original
 
 
+def spare_trainers_classes() -> None:
+    """Keeps vLLM from making the classes of transformers, of which the trainer's models are, its own.
+
+    For a family without code of its own (OLMo 2, GPT-NeoX, Phi, Starcoder 2), it runs transformers' model and patches
+    __init__ and __call__ of its class, for torch.compile: no other model of the class could be made or run. This can go
+    when it patches a subclass (0.32: not yet):
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/transformers/base.py
+    """
+    from vllm.model_executor.models.transformers.base import Base
+
+    Base._decorate_cls_for_torch_compile = staticmethod(lambda *_, **__: None)
+
+
 # ---- On a CPU
 
 

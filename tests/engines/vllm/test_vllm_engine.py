@@ -158,20 +158,20 @@ def test_weights_stay_exact_over_updates_and_sleeps(family, folders) -> None:
     engine.close()
 
 
-RECURRENT = {
-    "falcon_h1": lambda: transformers.FalconH1Config(
-        **SMALL, intermediate_size=64, num_attention_heads=2, num_key_value_heads=2, head_dim=32, mamba_d_ssm=64,
-        mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=16, mamba_chunk_size=16
-    ),
+_HEADS = {"intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+_MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
+OTHERS = {
+    "falcon_h1": lambda: transformers.FalconH1Config(**SMALL, **_HEADS, **_MAMBA, head_dim=32, mamba_chunk_size=16),
     "mamba2": lambda: transformers.Mamba2Config(**SMALL, num_heads=8, head_dim=16, n_groups=1, state_size=16),
-}  # fmt: skip
+    "olmo2": lambda: transformers.Olmo2Config(**SMALL, **_HEADS),
+}
 
 
-@pytest.mark.parametrize("family", RECURRENT)
-def test_a_recurrent_model(family) -> None:
-    """vLLM keeps -exp(A_log), which must not count as lost; a model without attention also states no context."""
+@pytest.mark.parametrize("family", OTHERS)
+def test_models_that_vllm_treats_in_its_own_way(family) -> None:
+    """It keeps -exp(A_log), knows no context of Mamba 2, and runs OLMo 2 by the class that the trainer's model has."""
     torch.manual_seed(0)
-    source = transformers.AutoModelForCausalLM.from_config(RECURRENT[family](), dtype=torch.float32).eval()
+    source = transformers.AutoModelForCausalLM.from_config(OTHERS[family](), dtype=torch.float32).eval()
     shake(source, 0.05)
     engine = build(source)
     for version in range(2):
@@ -588,6 +588,7 @@ USED = [
     ("vllm.distributed.parallel_state", "_WORLD", None),
     ("vllm._custom_ops", "cpu_prepack_moe_weight", ["weight", "isa"]),
     ("vllm.exceptions", "VLLMValidationError", None),
+    ("vllm.model_executor.models.transformers.base", "Base._decorate_cls_for_torch_compile", None),
     ("vllm.model_executor.layers.mamba.mamba_mixer2", "composed_weight_loader", ["fn"]),
     ("vllm.model_executor.layers.mamba.mamba_mixer2", "mamba_v2_sharded_weight_loader", ["shard_spec"]),
 ]
