@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from lightrl.engines.base import NamedTensors
 from lightrl.engines.weights.account import WeightAccount
+from lightrl.engines.weights.names import checkpoint_pairs
 from lightrl.engines.weights.placement import Placement
 
 
@@ -21,12 +23,19 @@ class Delivery:
         placement: Placement,
         *,
         can_load_one: bool = True,
+        converted: PreTrainedModel | None = None,
     ) -> None:
-        """Takes `can_load_one`, whether the loader may be called with one pair while another call is running."""
+        """Makes a delivery to a loader.
+
+        Args:
+            can_load_one: whether the loader may be called with one pair while another call is running.
+            converted: the trainer's architecture, if the loader takes the pairs in the form of its checkpoint only.
+        """
         self._load = load
         self._account = account
         self._placement = placement
         self._can_load_one = can_load_one
+        self._converted = converted
         self._current = ""
         self._is_over = False
         self._broken: BaseException | None = None
@@ -35,7 +44,9 @@ class Delivery:
 
     def run(self, weights: NamedTensors) -> None:
         """Consumes all pairs even if one does not fit, because they may come from collectives."""
-        stream = iter(weights)
+        stream = (
+            iter(weights) if self._converted is None else checkpoint_pairs(self._converted, self._accepted(weights))
+        )
         while not self._is_over:
             before = self._account.num_events
             try:
@@ -49,6 +60,9 @@ class Delivery:
                 for _ in self._checked(stream):
                     pass
 
+    def _accepted(self, weights: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+        return ((name, tensor) for name, tensor in weights if self._account.accept(name, tensor))
+
     def _checked(self, stream: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         while True:
             try:
@@ -59,7 +73,7 @@ class Delivery:
             except BaseException as error:
                 self._broken = error
                 raise
-            if self._account.accept(name, tensor):
+            if self._converted is not None or self._account.accept(name, tensor):
                 self._current = name
                 if self._remember(name, tensor) or not self._can_load_one:
                     yield name, tensor

@@ -107,7 +107,8 @@ class VLLMEngine(InferenceEngine):
         self._device = device
         self._group = group
         self._scratch = scratch
-        self._shapes, self._tied = named_shapes(skeleton(source))
+        self._skeleton = skeleton(source)
+        self._shapes, self._tied = named_shapes(self._skeleton)
         self._buffers = persistent_buffers(source)  # some are parameters in vLLM
         self._eos = eos_token_ids
         self.vocab_size = int(source.config.get_text_config().vocab_size)
@@ -301,7 +302,8 @@ class VLLMEngine(InferenceEngine):
         shapes = self._shapes | {name: tuple(buffer.shape) for name, buffer in buffers}
         account = WeightAccount(shapes, self._tied)
         load: Any = self._reload if reloads else model.load_weights
-        delivery = Delivery(load, account, placement, can_load_one=not reloads)
+        converted = None if all(map(placement.has_home, self._shapes)) else self._skeleton
+        delivery = Delivery(load, account, placement, can_load_one=not reloads, converted=converted)
         delivery.run(chain(weights, buffers))
         problems = account.problems()
         if delivery.loaded:

@@ -66,6 +66,10 @@ class Placement:
         ends = accumulate(rows for rows, _, _ in self._parts(layer)) if start else ()
         return sum(end <= start for end in ends)
 
+    def has_home(self, name: str) -> bool:
+        """Returns whether the server has the module that holds a tensor's layer, under its own name for it."""
+        return ".".join(self.own_name(name).split(".")[:-2]) in self._modules
+
     def own_name(self, name: str) -> str:
         """Returns a tensor's name after the renaming rules of the model and of the models inside it."""
         for prefix, rename in self._renamers:

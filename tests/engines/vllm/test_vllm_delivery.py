@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightrl.engines.vllm.delivery import Delivery
 from lightrl.engines.weights.account import WeightAccount
@@ -91,3 +92,29 @@ def test_an_error_of_the_trainers_is_raised_as_it_is() -> None:
     delivery = Delivery(lambda pairs: [name for name, _ in pairs], WeightAccount(SHAPES), placement)
     with pytest.raises(KeyError, match="a rank is gone"):
         delivery.run(broken())
+
+
+def test_pairs_reach_a_loader_in_the_form_of_the_checkpoint_if_it_knows_no_other() -> None:
+    config = MixtralConfig(
+        vocab_size=8,
+        hidden_size=4,
+        intermediate_size=4,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        num_local_experts=2,
+    )
+    model, seen = MixtralForCausalLM(config), []
+    account = WeightAccount.of_model(model)
+    finder = Placement(serving_model(), ServerRules())
+    assert not finder.has_home("model.layers.0.mlp.gate.weight")
+    assert finder.has_home("layer.q_proj.weight")
+    delivery = Delivery(
+        lambda pairs: {seen.append(name) or name for name, _ in pairs}, account, finder, converted=model
+    )
+    sent = [pair for pair in model.named_parameters() if pair[0] != "model.norm.weight"]
+    delivery.run([*sent, ("other", torch.ones(1))])
+    assert account.problems() == ["unknown other", "missing model.norm.weight"]
+    assert "model.layers.0.block_sparse_moe.gate.weight" in seen
+    assert "model.layers.0.block_sparse_moe.experts.1.w3.weight" in seen
+    assert not [name for name in seen if ".mlp." in name or name == "other"]

@@ -163,13 +163,14 @@ _MAMBA = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_gr
 OTHERS = {
     "falcon_h1": lambda: transformers.FalconH1Config(**SMALL, **_HEADS, **_MAMBA, head_dim=32, mamba_chunk_size=16),
     "mamba2": lambda: transformers.Mamba2Config(**SMALL, num_heads=8, head_dim=16, n_groups=1, state_size=16),
+    "mixtral": lambda: transformers.MixtralConfig(**SMALL, **_HEADS, num_local_experts=4),
     "olmo2": lambda: transformers.Olmo2Config(**SMALL, **_HEADS),
 }
 
 
 @pytest.mark.parametrize("family", OTHERS)
 def test_models_that_vllm_treats_in_its_own_way(family) -> None:
-    """It keeps -exp(A_log), knows no context of Mamba 2, and runs OLMo 2 by the class that the trainer's model has."""
+    """It keeps -exp(A_log), knows no context of Mamba 2, only the checkpoint's form of Mixtral, and patches OLMo 2."""
     torch.manual_seed(0)
     source = transformers.AutoModelForCausalLM.from_config(OTHERS[family](), dtype=torch.float32).eval()
     shake(source, 0.05)
