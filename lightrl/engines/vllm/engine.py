@@ -305,6 +305,7 @@ class VLLMEngine(InferenceEngine):
         converted = None if all(map(placement.has_home, self._shapes)) else self._skeleton
         delivery = Delivery(load, account, placement, can_load_one=not reloads, converted=converted)
         delivery.run(chain(weights, buffers))
+        account.follow(dict(model.named_parameters(remove_duplicate=False)))
         problems = account.problems()
         if delivery.loaded:
             own = {name for name, _ in model.named_parameters()}

@@ -95,6 +95,12 @@ class WeightAccount:
         values = tensor.detach()[where].to(parameter.device, parameter.dtype)
         self._samples.append(_Sample(name, parameter, place, tuple(tensor.shape), where, values))
 
+    def follow(self, parameters: Mapping[str, Tensor]) -> None:
+        """Compares with these parameters, for loaders that make new ones under the same names."""
+        self._samples = [
+            item._replace(parameter=parameters.get(item.place.parameter, item.parameter)) for item in self._samples
+        ]
+
     def remember_copy(self, name: str, tensor: Tensor, parameter: Tensor) -> None:
         """Remembers values in less time for a parameter of the same shape that keeps its memory."""
         values = few_values(tensor)
