@@ -211,7 +211,7 @@ def _call(name: str, arguments: Any, wanted: Any) -> str:
 
     In LiveCodeBench, arguments are lines of JSON. In APPS and TACO they are a list, and the result may be in one.
     """
-    results = [wanted, *wanted[:1]] if isinstance(wanted, list) else [wanted]
+    results = [wanted, *wanted] if isinstance(wanted, list) and len(wanted) == 1 else [wanted]
     if isinstance(arguments, str):
         try:
             arguments, results = [json.loads(line) for line in arguments.splitlines()], [json.loads(wanted)]
@@ -249,7 +249,7 @@ def _with_calls(test: str) -> tuple[str, ...]:
     definitions = [node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     others = [node for node in body if node not in definitions]
     used = {part.id for node in others for part in ast.walk(node) if isinstance(part, ast.Name)}
-    if used & {node.name for node in definitions} or any(isinstance(node, ast.Assert) for node in others):
+    if used & {node.name for node in definitions if _calls_of(node)}:
         return (statements,)
     return tuple(f"{statements}\n{call}" for node in definitions for call in _calls_of(node)) or (statements,)
 
@@ -272,7 +272,8 @@ def _calls_of(node: ast.FunctionDef | ast.ClassDef) -> list[str]:
         return [f"{node.name}()"] if node.name.startswith("test") and not node.args.args else []
     methods = [part.name for part in node.body if isinstance(part, ast.FunctionDef) and part.name.startswith("test")]
     is_case = any(ast.unparse(base).endswith("TestCase") for base in node.bases)
-    return [f"{node.name}({name!r}).debug()" for name in methods] if is_case else []
+    suite = "__import__('unittest').TestSuite"  # which also calls setUpClass()
+    return [f"{suite}([{node.name}({name!r})]).debug()" for name in methods] if is_case else []
 
 
 @lru_cache(maxsize=1024)

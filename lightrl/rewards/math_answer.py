@@ -33,6 +33,7 @@ _IN_LATEX = [
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])\d+(?:\.\d+)?[eE][-+]?\d{1,3}(?!\.?\w)")  # it reads 1e6 as e times 6
 _SMALL, _LARGE = 1e-6, 1e15  # beyond these, the decimals to which math-verify rounds say nothing
 _PRECISION, _EXACT = 1e-6, 1e-12  # relative, of numbers with decimals and of others
+_ZERO = 1e-50  # more than what sympy computes for an expression that is 0, such as sin(pi)
 
 
 class MathAnswer:
@@ -117,7 +118,7 @@ def _is_same_extreme(expected: list[Any], given: list[Any]) -> bool | None:
     is_rounded = any(number.is_Float or any(part.is_Float for part in number.args) for number in numbers)
     one, other = (number.evalf() for number in numbers)
     if abs(one) < _SMALL or (is_rounded and abs(one) > _LARGE):
-        return bool(abs(one - other) <= abs(one) * (_PRECISION if is_rounded else _EXACT))
+        return bool(abs(one - other) <= abs(one) * (_PRECISION if is_rounded else _EXACT) + _ZERO)
     return None
 
 

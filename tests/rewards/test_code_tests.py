@@ -110,6 +110,12 @@ def test_calls_of_a_function_are_tests(tests: Any) -> None:
     assert rewarded("class Solution:\n    pass", tests) == 0.0
 
 
+def test_a_part_of_the_result_is_wrong() -> None:
+    tests = {"fn_name": "two", "inputs": [[[1, 2]]], "outputs": [[0, 1]]}
+    assert rewarded("def two(values):\n    return 0", tests) == 0.0
+    assert rewarded("def two(values):\n    return [0, 1]", tests) == 1.0
+
+
 @pytest.mark.parametrize(
     "test",
     [
@@ -245,6 +251,11 @@ def test_methods_of_a_test_case_are_tests(end: str) -> None:
         f"import pytest, sys\n\ndef test_a():\n    assert double(2) == 4\n\n{GUARD}sys.exit(pytest.main([__file__]))",
         f"import random\n\nrandom.seed(0)\n\ndef test_a():\n    assert double(2) == 4\n\n{GUARD}test_a()",
         "import random\n\nrandom.seed(0)\n\ndef test_a():\n    assert double(2) == 4\n",
+        "def case():\n    return 2\n\nCASE = case()\n\ndef test_a():\n    assert double(CASE) == 4\n",
+        "assert double(0) == 0\n\ndef test_a():\n    assert double(2) == 4\n",
+        "import unittest\n\nclass A(unittest.TestCase):\n    @classmethod\n    def setUpClass(cls):\n"
+        "        cls.x = 2\n\n"
+        "    def test_a(self):\n        self.assertEqual(double(self.x), 4)\n",
     ],
 )
 def test_what_a_test_does_as_main_program_is_done(test: str) -> None:

@@ -84,6 +84,9 @@ RIGHT = [
     (r"\boxed{3.333333333\times 10^{-7}}", r"\frac{1}{3000000}"),
     (r"\boxed{\frac{2}{\sqrt2\cdot10^9}}", r"\frac{\sqrt2}{10^9}"),
     (r"\boxed{0.0}", "0"),
+    (r"\boxed{\sqrt{8}-2\sqrt{2}}", "0"),
+    (r"\boxed{\sin(\pi)}", "0"),
+    (r"\boxed{0}", r"\cos(\pi/2)"),
     (r"\boxed{\infty}", r"\infty"),
 ]
 WRONG = [
@@ -107,6 +110,7 @@ WRONG = [
     (r"\boxed{\frac{1}{2^{98}}}", r"\frac{1}{2^{99}}"),
     (r"\boxed{10^{20}}", "10^{20}+1"),
     (r"\boxed{\frac{1}{0}}", "0"),
+    (r"\boxed{10^{-40}}", "0"),
 ]
 
 
