@@ -39,8 +39,12 @@ class MediaFields:
         return prompt_field, list(_held_by_parts(record[prompt_field], kind)) or None
 
     def in_parts(self, messages: list[Record], record: Record, prompt_field: str) -> list[Record]:
-        """Returns messages as parts where their texts name the places of the record's images by <image>."""
-        kinds = [kind for kind in KINDS if self.named(record, prompt_field, kind)[1]]
+        """Returns messages as parts where their texts name the places of the record's images by <image>.
+
+        Images in parts of messages have their places already.
+        """
+        found = {kind: self.named(record, prompt_field, kind) for kind in KINDS}
+        kinds = [kind for kind, (field, files) in found.items() if files and field != prompt_field]
         return [message if message["role"] == "assistant" else in_parts(message, kinds) for message in messages]
 
 

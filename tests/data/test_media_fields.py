@@ -70,6 +70,8 @@ def test_parts_hold_images_in_the_forms_of_qwen_transformers_and_openai(tmp_path
         with Image.open(prompt.images[0]) as kept:
             assert kept.tobytes() == image.tobytes()
     assert len(prompt_of(asked(*parts)).images) == len(parts)
+    talk = [{"role": "system", "content": "<image> is a word."}, *asked(parts[0])["messages"]]
+    assert prompt_of({"messages": talk}).text.startswith("system:<image> is a word.;user:")
     named = prompt_of({**asked({"type": "image", "image": "none.png"}), "images": [str(path)]})
     assert named.images == (str(path),)
     with pytest.raises(ValueError, match=r"data.jsonl:1: there is no image .*none.png"):
