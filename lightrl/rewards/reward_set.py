@@ -123,7 +123,7 @@ class RewardSet:
         return await self._runners[label].arun(samples, budget)
 
     def hear(self, listener: Callable[[str, Sequence[Sample], Sequence[Outcome]], None]) -> None:
-        """Calls a function with label, samples and outcomes whenever run() returns from now on."""
+        """Calls a function with label, samples and outcomes whenever run() or arun() returns from now on."""
         self._runners = {label: HeardRunner(one, partial(listener, label)) for label, one in self._runners.items()}
 
     @property
@@ -167,8 +167,10 @@ class HeardRunner(RewardRunner):
         return outcomes
 
     async def arun(self, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:
-        """Returns the runner's outcomes."""
-        return await self._runner.arun(samples, budget)
+        """Does what run() does without blocking the calling event loop, if the runner can."""
+        outcomes = await self._runner.arun(samples, budget)
+        self._listener(samples, outcomes)
+        return outcomes
 
     def close(self) -> None:
         """Ends the runner."""

@@ -1,5 +1,6 @@
 """Batches filled from scripted groups: which are kept, in which order, and what is left for the next step."""
 
+import asyncio
 import io
 import logging
 from collections.abc import Callable
@@ -111,10 +112,11 @@ def two_rewards() -> RewardSet:
     return RewardSet(both, policy=FailurePolicy(max_failures=9))
 
 
+@pytest.mark.parametrize("by_workflow", [False, True])  # which asks for rewards while an episode runs
 @pytest.mark.parametrize(
     ("name", "kept", "easy"), [("", [0, 1, 2, 3], 0), ("length", [0, 1, 2, 3], 0), ("right", [3], 2)]
 )
-def test_a_named_reward_must_differ_too(name: str, kept: list[int], easy: int) -> None:
+def test_a_named_reward_must_differ_too(name: str, kept: list[int], easy: int, by_workflow: bool) -> None:
     made, metrics = sampling(num_prompts=5, oversample=1.0, max_rounds=1, reward=name)
     rewards = two_rewards()
     made.hear(rewards)
@@ -122,7 +124,8 @@ def test_a_named_reward_must_differ_too(name: str, kept: list[int], easy: int) -
     def draw(count: int, first: int) -> list[ScoredGroup]:
         groups = [group("good", place, 0) for place in range(count)]
         budget = FailureBudget(9)
-        runs = [[rewards.run(item.label, one.samples, budget) for item in rewards.rewards] for one in groups]
+        ask = (lambda *given: asyncio.run(rewards.arun(*given))) if by_workflow else rewards.run
+        runs = [[ask(item.label, one.samples, budget) for item in rewards.rewards] for one in groups]
         sums = [rewards.combine(dict(zip(("right", "length"), run, strict=True))).rewards for run in runs]
         return [replace(one, rewards=tuple(values)) for one, values in zip(groups, sums, strict=True)]
 
