@@ -20,12 +20,13 @@ from transformers import PreTrainedModel
 from lightrl.models.per_sequence import RUNS_APART
 from lightrl.records import PackedBatch
 from lightrl.strategy.computation import enable_gradient_checkpointing
-from lightrl.strategy.layout.dtensor import DTensorLayout
+from lightrl.strategy.layout.host_layout import HostLayout
 from lightrl.strategy.layout.materialize import move_buffers, to_meta
 from lightrl.strategy.layout.meshes import Meshes, MeshSizes, build_meshes, ensure_process_group
 from lightrl.strategy.layout.sequence_parallel import UlyssesGroup
 from lightrl.strategy.layout.tensor_parallel import check_splits, cut_projections
 from lightrl.strategy.results import GroupBatches
+from lightrl.strategy.serving.host_serving import HostServing
 from lightrl.strategy.torch_native import TorchStrategy
 
 
@@ -35,7 +36,13 @@ class FSDPStrategy(TorchStrategy):
     steps_whole_matrices = False
     splits_models = True
     meshes: Meshes
+    layout: HostLayout
     _same_batches: dist.ProcessGroup | None = None  # ranks that run the same micro-batches, if any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not self.options.offload_while_generating:
+            self.serving = HostServing(self, self.options, lambda: self.layout)
 
     def setup_distributed(self, timeout: timedelta | None = None, num_gpu_per_node: int = 8) -> None:
         """Joins the world that torchrun describes and builds the device meshes."""
@@ -45,7 +52,7 @@ class FSDPStrategy(TorchStrategy):
         sizes = MeshSizes(replicas=options.fsdp.replicate_size, tokens=options.sp_size, tensors=options.tp_size)
         self.meshes = build_meshes(self.device, self.comm.world, sizes)
         self._same_batches = self.comm.new_groups(sizes.tokens * sizes.tensors)
-        self.layout = DTensorLayout(
+        self.layout = HostLayout(
             self.comm,
             device=self.device,
             bucket_bytes=options.sync_bucket_mb << 20,

@@ -194,6 +194,10 @@ class AdaptedEngine(NativeEngine):
 
     # ---- Weights -----------------------------------------------------------------------------------------------
 
+    def placeable_parameters(self) -> Mapping[str, Tensor]:
+        """Returns none: a request may add an adapter on one rank."""
+        return {}
+
     def load_weights(self, weights: NamedTensors, version: int) -> None:
         """Loads the adapters, with all weights or none of them: after the first sync, adapters may come alone."""
         self._require_open("load_weights")

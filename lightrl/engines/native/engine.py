@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -362,13 +362,17 @@ class NativeEngine(InferenceEngine):
         raise_problems(account.problems(), f"Weight sync to version {version}")
         self._version = version
 
+    def placeable_parameters(self) -> Mapping[str, Tensor]:
+        """Returns the parameters, under each of their names, if all ranks may hold them in common memory."""
+        return self._parameters
+
     def sleep(self, level: int = 1) -> int:
         """Frees the cache and, with level 2, the weights; returns the bytes."""
         self._require_open("sleep")
         if self.has_unfinished():
             raise RuntimeError(_describe_unfinished(self._scheduler))
         if level == 2:
-            self._dropped = drop_weights(self._runner.model)
+            self._dropped = drop_weights(self._runner.model, self._runner.refresh)
         self._runner.refresh()  # also frees what was derived from the weights
         num_bytes = self._cache.free() + sum(size for _, size in self._dropped)
         self._is_awake = False  # last: after Ctrl-C in a notebook it counts as awake, and takes its memory anew
@@ -418,7 +422,7 @@ def _encoded(media: MediaProcessor, request: Request) -> EncodedPrompt:
 def copy_weight(target: Tensor, source: Tensor) -> None:
     """Copies a tensor; on a CPU, a copy into a transposed matrix is several times as fast as copy_()."""
     is_turned = target.dim() == 2 and target.stride(0) == 1 and target.stride(1) > 1
-    if is_turned and target.numel() >= _WORTH_TURNING and target.device.type == "cpu":
+    if is_turned and target.numel() >= _WORTH_TURNING and target.device.type == "cpu" and target is not source:
         _copy_turned(target, source)
     else:
         target.copy_(source)

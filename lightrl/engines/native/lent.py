@@ -5,7 +5,7 @@ Projections that share an input lie side by side in one storage, of which the tr
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,6 +54,10 @@ class LentEngine(NativeEngine):
                 "memory (--native.share_weights). Call update_engine_weights(actor) before generating."
             )
         return super().step()
+
+    def placeable_parameters(self) -> Mapping[str, Tensor]:
+        """Returns none: they are the trainer's."""
+        return {}
 
     def load_weights(self, weights: NamedTensors, version: int) -> None:
         """Checks that it reads these tensors already; WeightSyncError names each one that lies elsewhere."""

@@ -97,6 +97,9 @@ class FusedLinear:
     The storage is [in, out], the layout that matrix products of few rows read fastest.
     """
 
+    weight: Tensor
+    bias: Tensor | None
+
     def __init__(self, layers: list[nn.Linear]) -> None:
         self._layers = layers
         self._lay_side_by_side()
@@ -116,7 +119,17 @@ class FusedLinear:
         """Fuses again if the parameters got storage of their own, as by a move to another device and back."""
         start = self.weight.untyped_storage().data_ptr()
         if any(layer.weight.untyped_storage().data_ptr() != start for layer in self._layers):
+            self._follow()
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """Uses the parameters where they lie now, and moves them only if they no longer lie side by side."""
+        weight = _joined([layer.weight for layer in self._layers], self.weight.t())
+        bias = None if self.bias is None else _joined([layer.bias for layer in self._layers], self.bias)
+        if weight is None or (bias is None) != (self.bias is None):
             self._lay_side_by_side()
+        else:
+            self.weight, self.bias = weight.t(), bias
 
     @torch.no_grad()
     def _lay_side_by_side(self) -> None:
@@ -135,6 +148,17 @@ def _as_views(parameters: list[Tensor], whole: Tensor) -> Tensor:
     for parameter, part in zip(parameters, whole.split([len(item) for item in parameters]), strict=True):
         parameter.data = part
     return whole
+
+
+def _joined(parameters: list[Tensor], before: Tensor) -> Tensor | None:
+    """Returns parameters as one tensor with the shape and layout of another, if they lie in memory like its parts."""
+    first, start = parameters[0], parameters[0].storage_offset()
+    for item in parameters:
+        is_here = item.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not is_here or (item.storage_offset(), item.stride()) != (start, before.stride()):
+            return None
+        start += len(item) * item.stride(0)
+    return first.data.as_strided(before.shape, before.stride())
 
 
 class PackedLinear(FusedLinear):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightrl.comm import Comm
 from lightrl.engines.base import NamedTensors, WeightSyncError
-from lightrl.engines.weights.fingerprint import KnownWeight, KnownWeights, Sums, fingerprint_of
+from lightrl.engines.weights.fingerprint import KnownWeight, KnownWeights, Placed, Sums, fingerprint_of
 
 Shape = tuple[int, ...]
 Window = tuple[tuple[int, int, int], ...]  # (dim, start, length) each
@@ -227,6 +227,7 @@ def _are_equal(held: Tensor, values: Tensor) -> bool:
 
 def is_same_memory(tensor: Tensor, known: KnownWeight) -> bool:
     """Returns whether a tensor is a view of the same elements in the same order as a known one."""
+    known = known.memory if isinstance(known, Placed) else known
     if not isinstance(known, Tensor) or tensor.data_ptr() != known.data_ptr() or tensor.stride() != known.stride():
         return False
     return (tensor.shape, tensor.dtype, tensor.device) == (known.shape, known.dtype, known.device)
@@ -256,6 +257,10 @@ class WeightProof:
             yield name, tensor
 
     def _add(self, name: str, tensor: Tensor) -> None:
+        known = (self._expected or {})[name]
+        if isinstance(known, Placed) and known.has_beside(tensor):  # what is written to `name` may be read as another
+            self._account.add_problem(f"{name} differs from the trainer's")
+            return
         self._sums = self._sums or Sums()
         self._sums.add(tensor, is_lent=True)
         self._summed.append((name, tensor.numel()))

@@ -40,9 +40,20 @@ class Fingerprint(NamedTuple):
     numel: int
 
 
+class Placed(NamedTuple):
+    """A weight that is proven in the engine's own memory, where the trainer's ranks wrote it."""
+
+    fingerprint: Fingerprint
+    memory: Tensor
+
+    def has_beside(self, tensor: Tensor) -> bool:
+        """Returns whether a tensor is somewhere in the same storage."""
+        return bool(tensor.untyped_storage()._cdata == self.memory.untyped_storage()._cdata)
+
+
 # What is known of a weight before it is sent: its fingerprint or, if it is sent by reference, the trainer's own tensor,
 # whose memory then proves it without reading it.
-KnownWeight: TypeAlias = Fingerprint | Tensor
+KnownWeight: TypeAlias = Fingerprint | Placed | Tensor
 KnownWeights: TypeAlias = Mapping[str, KnownWeight]  # keyed by Hugging Face name
 
 
@@ -76,6 +87,8 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
 
 def fingerprint_of(known: KnownWeight) -> Fingerprint:
     """Returns the fingerprint of a known weight, computing it if a tensor is known."""
+    if isinstance(known, Placed):
+        return known.fingerprint
     return fingerprint(known) if isinstance(known, Tensor) else known
 
 

@@ -42,7 +42,9 @@ class Rows(NamedTuple):
     is_first_replica: bool  # true on exactly one of the ranks that hold the same rows
 
 
-class _Share(NamedTuple):
+class Share(NamedTuple):
+    """A rank's part of a parameter whose fingerprint the ranks add up."""
+
     name: str
     numel: int  # of the whole parameter
     is_first: bool  # true on one of the ranks that hold the same values
@@ -159,7 +161,7 @@ class PlainLayout:
         A tensor that this process sends by reference stands for itself and is not read.
         """
         known: dict[str, KnownWeight] = {}
-        shares: list[_Share] = []
+        shares: list[Share] = []
         sums: Sums | None = None
         for name, parameter, shard in shards:
             values = shard.to(dtype) if dtype not in (None, shard.dtype) and shard.is_floating_point() else shard
@@ -168,10 +170,10 @@ class PlainLayout:
                 continue
             sums = sums or Sums()
             sums.add(values, self.span(parameter))
-            shares.append(_Share(name, self.whole_shape(parameter).numel(), self.is_first_holder(parameter)))
-        return known if sums is None else known | self._summed(shares, sums.totals())
+            shares.append(Share(name, self.whole_shape(parameter).numel(), self.is_first_holder(parameter)))
+        return known if sums is None else known | self.summed(shares, sums.totals())
 
-    def _summed(self, shares: Sequence[_Share], own: Tensor) -> dict[str, Fingerprint]:
+    def summed(self, shares: Sequence[Share], own: Tensor) -> dict[str, Fingerprint]:
         """Adds up the shares of the first holders."""
         totals = self.comm.all_reduce(own * torch.tensor([share.is_first for share in shares]), "sum")
         return {

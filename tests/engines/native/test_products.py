@@ -32,6 +32,25 @@ def test_refresh_fuses_parameters_that_got_storage_of_their_own():
     assert_close(fused(inputs), torch.cat([layer(inputs) for layer in layers], dim=1))
 
 
+@pytest.mark.parametrize("are_turned", [True, False])
+def test_refresh_uses_parameters_that_lie_side_by_side_elsewhere(are_turned):
+    layers = [nn.Linear(3, 2), nn.Linear(3, 4)]
+    fused = FusedLinear(layers)
+    memory = torch.arange(24.0)  # two numbers, weights for [6, 3], and four more numbers
+    whole = memory[2:20].view(3, 6).t() if are_turned else memory[2:20].view(6, 3)
+    layers[0].weight.data, layers[1].weight.data = whole.split([2, 4])
+    layers[0].bias.data, layers[1].bias.data = torch.arange(6.0).split([2, 4])
+    inputs = torch.randn(5, 3)
+    expected = torch.cat([layer(inputs) for layer in layers], dim=1)
+    fused.refresh()
+    assert_close(fused(inputs), expected)
+    is_there = layers[1].weight.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+    assert is_there == are_turned  # weights [out, in] are turned, and move for that
+    layers[0].weight.data = torch.ones(2, 3)
+    fused.refresh()
+    assert_close(fused(inputs), torch.cat([layer(inputs) for layer in layers], dim=1))
+
+
 @needs_packing
 @pytest.mark.parametrize("num_rows", [1, 3, 16, 100])
 @pytest.mark.parametrize("has_bias", [False, True])

@@ -19,7 +19,7 @@ from lightrl.engines.weights.account import (
     raise_problems,
     sampled_indices,
 )
-from lightrl.engines.weights.fingerprint import Sums, fingerprint
+from lightrl.engines.weights.fingerprint import Placed, Sums, fingerprint
 
 TEXT = {
     "vocab_size": 32,
@@ -200,6 +200,25 @@ def test_a_tensor_in_the_trainers_own_memory_is_not_read(monkeypatch: pytest.Mon
     view = WeightProof(WEIGHTS)
     with pytest.raises(TypeError):
         list(view.watched([("a", WEIGHTS["a"].view(4, 3))]))  # of the same memory in another form: it is read
+
+
+def test_weights_in_the_engines_own_memory_are_known_by_place_and_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = torch.cat([tensor.flatten() for tensor in (WEIGHTS["a"], WEIGHTS["a"] + 1)])
+    places = {"a": memory[:12].view(3, 4), "b": memory[12:].view(3, 4)}
+    known = {name: Placed(fingerprint(place), place) for name, place in places.items()}
+    swapped = WeightProof(known)
+    for name, tensor in swapped.watched([("a", places["b"]), ("b", places["a"])]):
+        places[name].copy_(tensor)  # as an engine does, so that "b" is given what it had
+    with pytest.raises(WeightSyncError, match=r"failed: a differs from the trainer's; b differs from the trainer's\.$"):
+        swapped.finish(1)
+    changed = WeightProof(known)
+    list(changed.watched([("a", places["a"] * 1.01), ("b", places["b"])]))
+    with pytest.raises(WeightSyncError, match=r"failed: a differs from the trainer's\.$"):
+        changed.finish(1)
+    monkeypatch.setattr(Sums, "add", None)
+    proof = WeightProof(known)
+    list(proof.watched(places.items()))
+    proof.finish(1)
 
 
 def test_a_copy_that_changes_is_named() -> None:

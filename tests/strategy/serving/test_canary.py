@@ -25,9 +25,9 @@ def test_every_sabotage_is_caught_in_one_process() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_every_sabotage_is_caught_on_two_ranks(strategy: str) -> None:
-    assert run_spmd(PROGRAM, strategy, world_size=2, timeout_s=180).count("all checked") == 2
+@pytest.mark.parametrize("options", ["ddp", "fsdp", "fsdp --engine_sleep_level 2"])  # the last exchanges shards
+def test_every_sabotage_is_caught_on_two_ranks(options: str) -> None:
+    assert run_spmd(PROGRAM, *options.split(), world_size=2, timeout_s=180).count("all checked") == 2
 
 
 @pytest.mark.slow

@@ -1,0 +1,80 @@
+"""HostLayout: shards that the ranks of one host gather by writing them into memory that all of them map."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightrl.engines.base import NamedTensors
+from lightrl.engines.native.engine import copy_weight
+from lightrl.engines.weights.fingerprint import Fingerprint, Span, Sums
+from lightrl.strategy.layout.dtensor import DTensorLayout, Sharding, sharding_of
+from lightrl.strategy.layout.plain import Share
+
+
+@dataclass(slots=True)
+class CommonMemory:
+    """Whole tensors in memory that all ranks map, and what the ranks have written there together."""
+
+    places: Mapping[str, Tensor]  # by name
+    written: set[str] = field(default_factory=set)
+    found: Mapping[str, Fingerprint] = field(default_factory=dict)  # what was written, as other ranks read it
+
+
+class HostLayout(DTensorLayout):
+    """A DTensorLayout that exchanges nothing where it is given common memory."""
+
+    _memory: CommonMemory | None = None
+
+    @contextmanager
+    def writing_to(self, places: Mapping[str, Tensor]) -> Iterator[CommonMemory]:
+        """Gathers into these places in the body of the context, at the start of which no rank may still read them."""
+        self._memory = CommonMemory(places)
+        try:
+            yield self._memory
+        finally:
+            self._memory = None
+
+    def gather_named(self, named: NamedTensors, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yields (name, whole tensor), those in common memory first; every rank must iterate to the end."""
+        memory = self._memory
+        if memory is not None:
+            named = self._write(memory, named, dtype)
+            yield from ((name, memory.places[name]) for name in sorted(memory.written))
+        yield from super().gather_named(named, dtype)
+
+    def _write(self, memory: CommonMemory, named: NamedTensors, dtype: torch.dtype | None) -> list[tuple[str, Tensor]]:
+        """Writes this rank's rows, and reads those that another rank wrote; returns what has no place there."""
+        others, shares, parts = [], [], []
+        for name, tensor in named:
+            place, rows = memory.places.get(name), _rows_of_shards(tensor)
+            if place is None or rows is None or not _fits(place, tensor, dtype):
+                others.append((name, tensor))
+                continue
+            shares.append(Share(name, tensor.numel(), self.is_first_holder(tensor)))
+            if shares[-1].is_first:
+                copy_weight(rows.cut(place), self.shard(tensor))
+            parts.append((place, replace(rows, shard=(rows.shard + 1) % rows.num_shards)))
+        self.comm.barrier()  # before it, another rank may still write
+        sums = Sums()
+        for place, next_rows in parts:
+            sums.add(next_rows.cut(place), Span(next_rows.offsets(place.shape)[0] * place[:1].numel()))
+        memory.written.update(share.name for share in shares)
+        memory.found = self.summed(shares, sums.totals()) if shares else {}
+        return others
+
+
+def _rows_of_shards(tensor: Tensor) -> Sharding | None:
+    """Returns how a tensor is cut, if that is into rows only."""
+    sharding = sharding_of(tensor) if isinstance(tensor, DTensor) else None
+    return sharding if sharding is not None and sharding.num_parts == 1 else None
+
+
+def _fits(place: Tensor, tensor: Tensor, dtype: torch.dtype | None) -> bool:
+    wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    return (place.shape, place.dtype) == (tensor.shape, wanted)
