@@ -80,8 +80,9 @@ class DTensorLayout(PlainLayout):
         if not isinstance(parameter, DTensor):
             return super().span(parameter)
         sharding = sharding_of(parameter)
-        offsets = sharding.offsets(parameter.shape) if sharding is not None else _offsets(parameter)
-        return span_of(parameter.shape, local(parameter).shape, offsets)
+        if sharding is not None:
+            return span_of_shard(sharding, parameter.shape)
+        return span_of(parameter.shape, local(parameter).shape, _offsets(parameter))
 
     def is_first_holder(self, parameter: Tensor) -> bool:
         if not isinstance(parameter, DTensor):
@@ -114,10 +115,9 @@ class DTensorLayout(PlainLayout):
             yield from _gather(bucket, dtype, self._device, self._replica)
 
 
-@torch.no_grad()
 def local(tensor: Tensor) -> Tensor:
     """Returns this rank's part of a DTensor, without its autograd, or the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # to_local() takes twenty times as long
 
 
 def rows_of(tensor: Tensor) -> Rows | None:
@@ -186,6 +186,15 @@ class Sharding:
         grid = shards.reshape(self.num_shards, self.num_parts, rows, *shape[1:]).movedim(1, 0)
         parts = grid.reshape(self.num_parts, self.num_shards * rows, *shape[1:])[:, : shape[0]]
         return parts[0].contiguous() if self.num_parts == 1 else torch.cat(parts.unbind(0), dim=self.part_dim)
+
+
+@functools.lru_cache(maxsize=4096)
+def span_of_shard(sharding: Sharding, whole: torch.Size) -> Span:
+    """Returns the places of a shard's elements in the flattened whole tensor."""
+    sizes = list(sharding.shape_of_part(whole))
+    rows = sharding.num_rows(whole)
+    sizes[0] = max(0, min(rows, sizes[0] - rows * sharding.shard))
+    return span_of(whole, sizes, sharding.offsets(whole))
 
 
 def sharding_of(tensor: DTensor) -> Sharding | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from lightrl.engines.base import NamedTensors
 from lightrl.engines.native.engine import copy_weight
-from lightrl.engines.weights.fingerprint import Fingerprint, Span, Sums
-from lightrl.strategy.layout.dtensor import DTensorLayout, Sharding, sharding_of
+from lightrl.engines.weights.fingerprint import Fingerprint, Sums
+from lightrl.strategy.layout.dtensor import DTensorLayout, Sharding, sharding_of, span_of_shard
 from lightrl.strategy.layout.plain import Share
 
 
@@ -23,7 +23,7 @@ class CommonMemory:
 
     places: Mapping[str, Tensor]  # by name
     written: set[str] = field(default_factory=set)
-    found: Mapping[str, Fingerprint] = field(default_factory=dict)  # what was written, as other ranks read it
+    found: Mapping[str, Fingerprint] = field(default_factory=dict)  # of what was written, read where it is now
 
 
 class HostLayout(DTensorLayout):
@@ -49,22 +49,20 @@ class HostLayout(DTensorLayout):
         yield from super().gather_named(named, dtype)
 
     def _write(self, memory: CommonMemory, named: NamedTensors, dtype: torch.dtype | None) -> list[tuple[str, Tensor]]:
-        """Writes this rank's rows, and reads those that another rank wrote; returns what has no place there."""
-        others, shares, parts = [], [], []
+        """Writes this rank's rows, and reads what is there then; returns what has no place in common memory."""
+        others, shares, sums = [], [], Sums()
         for name, tensor in named:
             place, rows = memory.places.get(name), _rows_of_shards(tensor)
             if place is None or rows is None or not _fits(place, tensor, dtype):
                 others.append((name, tensor))
                 continue
-            shares.append(Share(name, tensor.numel(), self.is_first_holder(tensor)))
-            if shares[-1].is_first:
-                copy_weight(rows.cut(place), self.shard(tensor))
-            parts.append((place, replace(rows, shard=(rows.shard + 1) % rows.num_shards)))
-        self.comm.barrier()  # before it, another rank may still write
-        sums = Sums()
-        for place, next_rows in parts:
-            sums.add(next_rows.cut(place), Span(next_rows.offsets(place.shape)[0] * place[:1].numel()))
+            own, is_first = rows.cut(place), self.is_first_holder(tensor)
+            if is_first:
+                copy_weight(own, self.shard(tensor))
+            sums.add(own, span_of_shard(rows, place.shape))
+            shares.append(Share(name, place.numel(), is_first))
         memory.written.update(share.name for share in shares)
+        # This collective also waits until every rank has written.
         memory.found = self.summed(shares, sums.totals()) if shares else {}
         return others
 

@@ -18,7 +18,7 @@ from lightrl.strategy.serving.colocated_serving import ColocatedServing, ServedT
 
 
 class HostServing(ColocatedServing):
-    """Serving by ranks that hold shards on CPUs: in a sync each writes its own, and reads another's as proof.
+    """Serving by ranks that hold shards on CPUs: in a sync, each writes its own and proves that they are there.
 
     On several hosts, and for engines that cannot place their weights, it does what ColocatedServing does.
     """
