@@ -364,7 +364,7 @@ class NativeEngine(InferenceEngine):
 
     def placeable_parameters(self) -> Mapping[str, Tensor]:
         """Returns the parameters, under each of their names, if all ranks may hold them in common memory."""
-        return self._parameters
+        return self._parameters if self._device.type == "cpu" else {}
 
     def sleep(self, level: int = 1) -> int:
         """Frees the cache and, with level 2, the weights; returns the bytes."""

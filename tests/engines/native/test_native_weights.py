@@ -57,3 +57,9 @@ def test_a_weight_that_another_overwrites_is_named(tiny_model):
 
     with pytest.raises(WeightSyncError, match="the engine does not hold model.norm.weight as it was given"):
         engine.load_weights(stream(), 5)
+
+
+@pytest.mark.parametrize(("device", "is_placeable"), [("cpu", True), ("meta", False)])
+def test_only_weights_in_host_memory_may_be_placed(device, is_placeable, tiny_model):
+    engine = NativeEngine(tiny_model("llama").to(device), eos_token_ids=[2], device=torch.device(device))
+    assert bool(engine.placeable_parameters()) == is_placeable
