@@ -12,6 +12,7 @@ from lightrl.config.health_section import GroupHealthConfig, HealthConfig, Rollo
 from lightrl.config.kept_cache import KEEPING_ENGINE, check_keep_cache
 from lightrl.config.log_sections import LogConfig, RolloutLogConfig
 from lightrl.config.options import check_options, constant, nearest_multiples, option, section, without
+from lightrl.config.reference_section import ReferenceOptions
 from lightrl.config.rollout_sections import EvalConfig, ExampleEvalConfig, RewardConfig, WorkflowConfig
 from lightrl.config.sections import (
     AlgorithmConfig,
@@ -117,9 +118,7 @@ class LoraConfig:
         if self.others:
             check_others(self)
         if self.path and self.rank:
-            raise ValueError(
-                "--lora.path comes with its own rank: leave --lora.rank out, or start new adapters with it alone."
-            )
+            raise ValueError("--lora.path comes with its own rank: leave it or --lora.rank, for new adapters, out.")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -299,7 +298,7 @@ def _check_horizon(config: GRPOConfig | PPOConfig) -> None:
 
 @dataclass(kw_only=True, slots=True)
 @without(CriticTrainingConfig)
-class GRPOConfig(RolloutConfig):
+class GRPOConfig(ReferenceOptions, RolloutConfig):
     """Train a language model by GRPO."""
 
     teacher_model: str = ""
@@ -336,7 +335,7 @@ def _check_teacher(config: GRPOConfig) -> None:
 
 
 @dataclass(kw_only=True, slots=True)
-class PPOConfig(RolloutConfig):
+class PPOConfig(ReferenceOptions, RolloutConfig):
     """Train a language model by PPO with a critic."""
 
     critic_model: str = ""
@@ -430,7 +429,7 @@ class RMConfig(PairConfig):
 
 
 @dataclass(kw_only=True, slots=True)
-class DPOConfig(PairConfig):
+class DPOConfig(ReferenceOptions, PairConfig):
     """Train a language model on pairs of answers by DPO."""
 
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"

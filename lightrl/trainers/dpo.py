@@ -31,7 +31,8 @@ from lightrl.trainers.offline import (
     pair_weight,
     prepare_to_train,
 )
-from lightrl.trainers.run import RunContext, prepare_reference
+from lightrl.trainers.reference import prepare_reference
+from lightrl.trainers.run import RunContext
 
 
 class DPOTrainer(Trainer):
@@ -52,7 +53,7 @@ class DPOTrainer(Trainer):
         self.learner = ExampleLearner(self, self.examples, self.loss, pair_weight, self.pack)
         self.saved["sampler"] = self.examples.sampler
         self.model = prepare_to_train(self.run, self.config, lambda: load_policy(self.run, self.examples))
-        self.reference = prepare_reference(self.run, self.model)
+        self.reference = prepare_reference(self, self.model)
         self.resume()
 
     def step(self) -> StepReport:

@@ -37,7 +37,8 @@ from lightrl.trainers.policy_step import (
     sync_engine,
 )
 from lightrl.trainers.proximal import with_other_policy
-from lightrl.trainers.run import RunContext, fix_for_run, load_start_policy, prepare_reference
+from lightrl.trainers.reference import prepare_reference
+from lightrl.trainers.run import RunContext, fix_for_run, load_start_policy
 from lightrl.trainers.token_selection import TokenSelector
 
 
@@ -76,7 +77,7 @@ class GRPOTrainer(Trainer):
         trained = self.strategy.prepare_trained(policy, schedule_length=config.schedule_length)
         self.model = self.policy = trained.model
         self.optimizer = trained.optimizer
-        self.reference = prepare_reference(self.run, self.policy) if config.algorithm.kl_coef else None
+        self.reference = prepare_reference(self, self.policy) if config.algorithm.kl_coef else None
         self.teacher = self._load_teacher() if config.teacher_model else None
         self.resume()
         self.collector = start_engine(self.run, self.policy, self.rewards)

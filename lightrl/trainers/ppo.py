@@ -41,7 +41,8 @@ from lightrl.trainers.policy_step import (
     sync_engine,
 )
 from lightrl.trainers.proximal import with_other_policy
-from lightrl.trainers.run import RunContext, fix_for_run, load_start_policy, prepare_reference
+from lightrl.trainers.reference import prepare_reference
+from lightrl.trainers.run import RunContext, fix_for_run, load_start_policy
 from lightrl.trainers.token_advantages import TokenAdvantages
 from lightrl.trainers.value_objective import ValueObjective
 
@@ -89,7 +90,7 @@ class PPOTrainer(Trainer):
         )
         self.model = self.policy = trained.model
         self.optimizer = trained.optimizer
-        self.reference = prepare_reference(self.run, self.policy) if self.needs_reference else None
+        self.reference = prepare_reference(self, self.policy) if self.needs_reference else None
         self.critic: Critic | None = None  # None: a value head on the policy's own body
         self.critic_optimizer: Optimizer | None = None
         if not is_shared:

@@ -17,7 +17,7 @@ from lightrl.data.chat_arguments import set_template_arguments, set_template_fil
 from lightrl.data.media import PromptEncoder
 from lightrl.data.prompts import held_out_of, load_records
 from lightrl.models.fixed_rope import describe_fixed, fix_frequencies, fixed_length
-from lightrl.models.lora import WithoutAdapters, add_adapters
+from lightrl.models.lora import add_adapters
 from lightrl.models.multimodal import FAMILIES, MediaProcessor
 from lightrl.models.packed_attention import varies_with_length
 from lightrl.models.policy import (
@@ -174,20 +174,3 @@ def fix_for_run(run: RunContext, model: nn.Module) -> None:
     if run.longest_sequences and fixed_length(model) is not None:
         fix_frequencies(model, max(run.longest_sequences))
         run.strategy.print(f"{type(model).__name__}: {describe_fixed(model)}.")
-
-
-def prepare_reference(run: RunContext, policy: nn.Module) -> nn.Module:
-    """Returns the frozen reference: the policy without its adapters, or the model that the run starts from.
-
-    Call it after the policy was prepared; otherwise rank 0 would hold both models whole.
-    """
-    if run.config.lora.path:
-        run.strategy.print(
-            "The reference is the model without the adapter of --lora.path. To compare with the adapter, give the "
-            "model that it is merged into as --model (a run has it as final/), and --lora.rank for a new adapter."
-        )
-    if run.config.lora.is_on:
-        return WithoutAdapters(policy)
-    with run.strategy.comm.phase("loading the reference model", local=True):
-        reference = load_start_policy(run, is_reference=True)
-    return run.strategy.prepare_frozen(reference)

@@ -1,4 +1,4 @@
-"""Checks averaged weights, parameter groups of several rates, and Muon under every strategy, on 2 ranks.
+"""Checks averaged weights, groups of several rates, Muon, and mixed weights under every strategy, on 2 ranks.
 
 Each strategy must give the numbers of one process, whose average is computed here from the weights after every update.
 """
@@ -7,11 +7,13 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import torch
 from torch.testing import assert_close
 
 from lightrl.config import DeepSpeedConfig, OptimConfig, StrategyOptions
 from lightrl.strategy import strategy_class
 from lightrl.strategy.torch_native import SingleStrategy
+from lightrl.strategy.weight_mixing import mix_into
 from lightrl.testing.tiny_training import (
     EVERYTHING,
     loss_fn,
@@ -109,6 +111,32 @@ def check(name, settings, history, folder):
     same(parameters(plain, third), before)
     assert freed > plain.offload_optimizer() > 0
     plain.load_optimizer()
+    check_mixing(strategy, policy, folder)
+
+
+def check_mixing(strategy, policy, folder):
+    """A frozen model becomes the policy, then takes over a quarter of a third one; a checkpoint holds it."""
+
+    def scores(model):
+        return strategy.forward([make_batch(samples(0)[:EVERYTHING])], model=model)[0].logprobs
+
+    frozen, other = (strategy.prepare_frozen(tiny_policy(seed=seed)) for seed in (5, 6))
+    assert not torch.equal(scores(frozen), scores(policy))  # the passes gather what is sharded
+    mix_into(frozen, policy, 1.0, strategy)
+    same(parameters(strategy, frozen), parameters(strategy, policy))
+    assert torch.equal(scores(frozen), scores(policy))
+    old, new = parameters(strategy, frozen), parameters(strategy, other)
+    mix_into(frozen, other, 0.25, strategy)
+    mixed = parameters(strategy, frozen)
+    for name, value in mixed.items():
+        assert_close(value, 0.25 * new[name] + 0.75 * old[name], atol=1e-6, rtol=0, msg=name)
+    assert not torch.equal(scores(frozen), scores(policy))
+    same(parameters(strategy, policy), old)
+    strategy.set_global_step(9)
+    strategy.save_ckpt(policy, str(folder), max_mem=0, companions={"reference": frozen})
+    strategy.load_ckpt(policy, str(folder), companions={"reference": other})
+    same(parameters(strategy, other), mixed)
+    assert torch.equal(scores(other), scores(frozen))
 
 
 def check_muon_on_replicas():

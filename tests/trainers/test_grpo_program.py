@@ -155,6 +155,7 @@ def test_a_killed_run_goes_on_with_the_same_numbers(
     flags = [*toy_flags, "--max_steps", "6", "--checkpoint.every", "2", "--strategy", "fsdp"]
     flags += ["--optim.warmup_steps", "9", "--num_minibatches", "2", "--optim.schedule_unit", "rl_step"]
     flags += ["--checkpoint.asynchronous", "True", "--ema_decay", "0.5"]
+    flags += ["--algorithm.kl_coef", "0.1", "--reference.sync_every", "1", "--reference.mixup", "0.5"]
     run(2, flags, tmp_path / "whole")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
     command += ["--master_addr", "127.0.0.1", "--master_port", str(free_port()), str(SCRIPT), *flags]
@@ -175,7 +176,7 @@ def test_a_killed_run_goes_on_with_the_same_numbers(
     wanted, found = metrics_of(tmp_path / "whole"), metrics_of(tmp_path / "killed")
     assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6]
     for mine, yours in zip(wanted[2:], found[2:], strict=True):
-        for name in (*COMPARED[:2], *EQUAL[:3]):
+        for name in (*COMPARED[:2], "kl", *EQUAL[:3]):
             assert mine[name] == yours[name], name
     assert hash_run.main([str(tmp_path / "killed")]) == 0  # of two ranks that hold rows
     for name in ("final", "final_ema"):

@@ -37,6 +37,8 @@ SPREADS: dict[str, dict[str, Any]] = {
     "sequence parallelism": {"strategy": "fsdp", "sp_size": 2, "micro_batch_size": 1},
     "deepspeed": {"strategy": "deepspeed", "micro_batch_size": 2, "deepspeed": {"zero_stage": 3}},
 }
+# The reference of DPO's third step, and of a checkpoint, is neither the policy nor the model that the run starts from.
+MORE: dict[str, dict[str, Any]] = {"sft": {}, "rm": {}, "dpo": {"reference": {"sync_every": 2, "mixup": 0.5}}}
 
 
 def plain(options: dict[str, Any], folder: Path, **others: Any) -> dict[str, Any]:
@@ -61,7 +63,7 @@ def alone(offline_flags: Options, tmp_path_factory: pytest.TempPathFactory) -> d
     """The folder of each kind's run in this one process, everything in one micro-batch."""
     root = tmp_path_factory.mktemp("alone")
     for kind in KINDS:
-        fit(kind, plain(offline_flags(kind), root / kind))
+        fit(kind, plain(offline_flags(kind), root / kind, **MORE[kind]))
     return {kind: root / kind for kind in KINDS}
 
 
@@ -69,7 +71,7 @@ def alone(offline_flags: Options, tmp_path_factory: pytest.TempPathFactory) -> d
 def test_the_run_does_not_depend_on_the_micro_batch(
     kind: str, offline_flags: Options, alone: dict[str, Path], metrics_of: ReadMetrics, tmp_path: Path
 ) -> None:
-    fit(kind, plain(offline_flags(kind), tmp_path / "run", micro_batch_size=1))
+    fit(kind, plain(offline_flags(kind), tmp_path / "run", micro_batch_size=1, **MORE[kind]))
     assert "loss" in metrics_of(alone[kind])[-1]
     check_same(metrics_of(alone[kind]), metrics_of(tmp_path / "run"))
 
@@ -79,7 +81,10 @@ def test_the_run_does_not_depend_on_the_micro_batch(
 def test_the_run_is_the_same_on_two_ranks(
     spread: str, offline_flags: Options, alone: dict[str, Path], metrics_of: ReadMetrics, tmp_path: Path
 ) -> None:
-    runs = [{"kind": kind, "options": plain(offline_flags(kind), tmp_path / kind, **SPREADS[spread])} for kind in KINDS]
+    runs = [
+        {"kind": kind, "options": plain(offline_flags(kind), tmp_path / kind, **SPREADS[spread], **MORE[kind])}
+        for kind in KINDS
+    ]
     (tmp_path / "runs.json").write_text(json.dumps(runs))
     program = ROOT / "tests" / "programs" / "offline_program.py"
     output = run_spmd(program, str(tmp_path / "runs.json"), world_size=2, timeout_s=280)
@@ -88,10 +93,12 @@ def test_the_run_is_the_same_on_two_ranks(
     for kind in KINDS:
         check_same(metrics_of(alone[kind]), metrics_of(tmp_path / kind))
     if spread == "fsdp":  # one process goes on where the two ranks stopped, as where it stopped itself
-        shutil.copytree(alone["sft"], tmp_path / "alone")
-        for folder in (tmp_path / "alone", tmp_path / "sft"):
-            assert fit("sft", plain(offline_flags("sft"), folder, max_steps=5)).step_index == 5
-        check_same(metrics_of(tmp_path / "alone"), metrics_of(tmp_path / "sft"))
+        for kind in ("sft", "dpo"):
+            stopped = tmp_path / f"alone {kind}"
+            shutil.copytree(alone[kind], stopped)
+            for folder in (stopped, tmp_path / kind):
+                assert fit(kind, plain(offline_flags(kind), folder, max_steps=5, **MORE[kind])).step_index == 5
+            check_same(metrics_of(stopped), metrics_of(tmp_path / kind))
 
 
 # ---- Epochs and resume -------------------------------------------------------------------------------------------

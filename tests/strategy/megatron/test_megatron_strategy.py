@@ -37,9 +37,10 @@ def run_of_grpo(folder: Path, *flags: str) -> tuple[list[dict[str, float]], byte
     """Returns the metrics that do not depend on the clock, and the final weights."""
     layout = ["--strategy", CPU, "--tp_size", "2", "--megatron.pp_size", "2"]
     settings = "--max_steps 4 --num_prompts 8 --group_size 4 --eval.every 0 --checkpoint.every 2 --checkpoint.keep 3"
+    settings += " --algorithm.kl_coef 0.1 --reference.sync_every 1 --reference.mixup 0.5"
     arguments = [*layout, *settings.split(), *flags, "--log.tensorboard", "False", "--output_dir", str(folder)]
     run_spmd(ROOT / "scripts" / "train_grpo.py", *arguments, world_size=4, timeout_s=200, cwd=FOLDER)
-    names = ("step", "loss", "grad_norm", "entropy", "reward/mean", "mismatch/mean_abs", "sync/version")
+    names = ("step", "loss", "kl", "grad_norm", "entropy", "reward/mean", "mismatch/mean_abs", "sync/version")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{name: row[name] for name in names} for row in rows], (folder / "final/model.safetensors").read_bytes()
 
