@@ -47,10 +47,16 @@ class _Loader(yaml.SafeLoader):
                     merged.setdefault(_name_of(pair[0]), pair)
         node.value = list({**merged, **own}.values())
 
-    def construct_yaml_int(self, node: Any) -> int:
-        """Reads 010 as ten, as YAML 1.2 does, and not as an octal number."""
+    def construct_yaml_int(self, node: Any) -> Any:
+        """Reads 010 as ten and 1:30 as a text, as YAML 1.2 does, and not as an octal number and as 90."""
         digits = node.value.replace("_", "")
+        if ":" in digits:
+            return str(node.value)
         return int(digits) if digits.lstrip("+-").isdigit() else super().construct_yaml_int(node)
+
+    def construct_yaml_float(self, node: Any) -> Any:
+        """Reads 1:30.5 as a text, too."""
+        return str(node.value) if ":" in node.value else super().construct_yaml_float(node)
 
 
 _DATE = "tag:yaml.org,2002:timestamp"  # no option is a date, and a name such as 2026-99-99 would be refused
@@ -59,6 +65,7 @@ _Loader.yaml_implicit_resolvers = {
     for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
 
 
 class _AsWritten(_Loader):

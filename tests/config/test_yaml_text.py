@@ -75,8 +75,16 @@ def test_a_number_is_decimal_and_a_date_is_a_text(tmp_path: Path) -> None:
     assert _yaml_flags(GRPOConfig, str(path)) == [
         "--output_dir=2026-99-99", "--seed=10", "--max_steps=0_8", "--stop=~", "null"
     ]  # fmt: skip
-    values = parse_yaml("[-007, +010, 0x10, 0b11, 1_000, 0, 2026-01-01, 1:30]", "it")
-    assert values == [-7, 10, 16, 3, 1000, 0, "2026-01-01", 90]
+    values = parse_yaml("[-007, +010, 0x10, 0b11, 1_000, 0, 2026-01-01]", "it")
+    assert values == [-7, 10, 16, 3, 1000, 0, "2026-01-01"]
+
+
+def test_a_time_is_a_text_and_no_number_of_minutes(tmp_path: Path) -> None:
+    values = parse_yaml("[1:30, -1:30, 1:30:00, 1:30.5, 1_0:00, 90, 1.5, .inf]", "it")
+    assert values == ["1:30", "-1:30", "1:30:00", "1:30.5", "1_0:00", 90, 1.5, float("inf")]
+    assert named_values(["x=1:30", "y=1:30.5"], "engine_args") == {"x": "1:30", "y": "1:30.5"}
+    (path := tmp_path / "options.yaml").write_text("max_steps: 1:30\nlr: 1:00.5")
+    assert _yaml_flags(GRPOConfig, str(path)) == ["--max_steps=1:30", "--lr=1:00.5"]  # which the parser refuses
 
 
 def test_a_name_may_replace_one_that_a_merge_brings_in() -> None:
