@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import csv
+import gzip
+import io
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from lightrl.builtin.task import BUILTIN_TASKS
 from lightrl.data.json_records import LocatedRecord, Record, parse_json, require_object
@@ -17,9 +21,12 @@ from lightrl.models.hub import why_unreachable
 logger = logging.getLogger(__name__)
 
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_LINES = (".jsonl", ".ndjson", ".json")
+_COMPRESSED = (".gz", ".zst")  # behind the ending of a text file
 _LONGEST_VALUE = 2**31 - 1  # characters
 ACCEPTED_SOURCES = (
-    "a .jsonl, .json, .parquet, .csv or .tsv file, a pattern such as 'part-*.jsonl', "
+    "a .jsonl, .ndjson, .json, .parquet, .csv or .tsv file, one such as .jsonl.gz or .csv.zst, "
+    "a pattern such as 'part-*.jsonl', "
     "a directory with a Hugging Face data set, hf:OWNER/NAME[/CONFIG][:SPLIT], "
     "reasoning_gym:TASK[?name=value&...], or " + " or ".join(BUILTIN_TASKS) + "; or several of these with + between "
     "them, each with *N behind it if its records are to be taken N times in an epoch, and *0.5 for half of them"
@@ -32,28 +39,60 @@ def load_from_disk(path: Path, stream: bool) -> Sequence[LocatedRecord]:
         return _load_directory(path, stream)
     if not path.is_file():
         raise FileNotFoundError(f"There is no data set {path.absolute()}. A data set is {ACCEPTED_SOURCES}.")
+    kind = Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
     if path.suffix == ".parquet":
         return _stream_parquet(path) if stream else _load_parquet(path)
-    if path.suffix not in (".jsonl", ".json", *_DELIMITERS):
+    if kind not in (*_LINES, *_DELIMITERS):
         raise ValueError(f"{path} ends in {path.suffix!r}. A data set is {ACCEPTED_SOURCES}.")
-    is_array = path.suffix == ".json" and _begins_array(path)
-    if stream and (is_array or path.suffix in _DELIMITERS):
-        kind = "one JSON array" if is_array else "a table in text"
-        raise ValueError(f"{path} is {kind}, which --data.stream cannot read in parts: write one JSON object a line.")
-    if path.suffix in _DELIMITERS:
-        return _load_table(path)
-    return _load_json_array(path) if is_array else _load_json_lines(path, stream)
+    is_array = kind == ".json" and _begins_array(path)
+    if stream:
+        _require_parts(path, kind, is_array)
+        return stream_lines(path, _parse_line)
+    if kind in _DELIMITERS:
+        return _load_table(path, kind)
+    return _load_json_array(path) if is_array else _load_json_lines(path)
+
+
+def _require_parts(path: Path, kind: str, is_array: bool) -> None:
+    """Raises ValueError for a file whose lines --data.stream cannot find again."""
+    if is_array or kind in _DELIMITERS:
+        found = "one JSON array" if is_array else "a table in text"
+        raise ValueError(f"{path} is {found}, which --data.stream cannot read in parts: write one JSON object a line.")
+    if path.suffix in _COMPRESSED:
+        raise ValueError(f"{path} is compressed, and --data.stream cannot read that in parts: unpack it.")
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Opens a file, which is unpacked as it is read; raises ValueError if it cannot be."""
+    try:
+        if path.suffix == ".zst":
+            with _open_zstandard(path) as file:
+                yield file
+        else:
+            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+                yield cast("BinaryIO", file)
+    except (EOFError, zlib.error, OSError) as error:
+        if path.suffix not in _COMPRESSED:
+            raise
+        raise ValueError(f"{path}: not a whole compressed file ({error}).") from error
+
+
+def _open_zstandard(path: Path) -> BinaryIO:
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise ImportError(f'Reading {path} needs pyarrow: pip install "lightrl[datasets]".') from error
+    return cast("BinaryIO", io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd")))
 
 
 def _begins_array(path: Path) -> bool:
-    with path.open("rb") as file:
+    with _opened(path) as file:
         return file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
 
 
-def _load_json_lines(path: Path, stream: bool) -> Sequence[LocatedRecord]:
-    if stream:
-        return stream_lines(path, _parse_line)
-    with path.open("rb") as lines:
+def _load_json_lines(path: Path) -> Sequence[LocatedRecord]:
+    with _opened(path) as lines:
         return [_parse_line(line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()]
 
 
@@ -62,27 +101,29 @@ def _parse_line(line: bytes, where: str) -> LocatedRecord:
 
 
 def _load_json_array(path: Path) -> list[LocatedRecord]:
-    values = parse_json(path.read_bytes(), str(path), "It must be an array of objects.")
+    with _opened(path) as file:
+        values = parse_json(file.read(), str(path), "It must be an array of objects.")
     return _locate((require_object(value, f"{path}: row {row}") for row, value in enumerate(values, start=1)), path)
 
 
-def _load_table(path: Path) -> list[LocatedRecord]:
+def _load_table(path: Path, kind: str) -> list[LocatedRecord]:
     """Reads a table whose first row names the fields; a value is text, and an empty one counts as left out."""
     csv.field_size_limit(_LONGEST_VALUE)  # 131,072 characters otherwise, fewer than a long prompt has
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = [row for row in csv.reader(file, delimiter=_DELIMITERS[path.suffix], strict=True) if row]
+        with _opened(path) as file:
+            text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+            rows = [row for row in csv.reader(text, delimiter=_DELIMITERS[kind], strict=True) if row]
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text ({error}). Save the file as UTF-8.") from error
     except csv.Error as error:
         raise ValueError(f"{path}: not a valid table ({error}). Check the quotes around its values.") from error
-    return _locate_cells(rows[0], rows[1:], path) if rows else []
+    return _locate_cells(rows[0], rows[1:], path, kind) if rows else []
 
 
-def _locate_cells(names: list[str], rows: list[list[str]], path: Path) -> list[LocatedRecord]:
+def _locate_cells(names: list[str], rows: list[list[str]], path: Path, kind: str) -> list[LocatedRecord]:
     if not all(names) or len(set(names)) < len(names):
         raise ValueError(f"{path}: the first row must name each field once, and it is {names}.")
-    kind, wanted = path.suffix, _DELIMITERS[path.suffix]
+    wanted = _DELIMITERS[kind]
     if len(names) == 1 and set(names[0]) & set(";|,\t") - {wanted}:
         logger.warning("%s has one field, %r: those of a %s file are separated by %r.", path, names[0], kind, wanted)
     for number, row in enumerate(rows, start=1):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import sys
 from pathlib import Path
 
@@ -27,6 +28,47 @@ def test_a_json_file_holds_lines_or_an_array(tmp_path: Path) -> None:
     array = write(tmp_path / "array.json", '\n [{"prompt": "a"},\n {"prompt": "b"}]')
     assert [record for record, _ in load_records(lines)] == [{"prompt": "a"}, {"prompt": "b"}]
     assert load_records(array) == [({"prompt": "a"}, f"{array}: row 1"), ({"prompt": "b"}, f"{array}: row 2")]
+
+
+TEXTS = {
+    "a.jsonl": '{"prompt": "a", "answer": "1"}\n\n{"prompt": "b", "answer": "2"}\n',
+    "a.ndjson": '{"prompt": "a", "answer": "1"}\n\n{"prompt": "b", "answer": "2"}',
+    "a.json": '[{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]',
+    "a.csv": "prompt,answer\na,1\nb,2\n",
+    "a.tsv": "prompt\tanswer\r\na\t1\r\nb\t2\r\n",
+}
+
+
+@pytest.mark.parametrize("name", list(TEXTS))
+@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
+def test_a_text_file_may_be_compressed(name: str, ending: str, tmp_path: Path) -> None:
+    path, text = tmp_path / f"{name}{ending}", TEXTS[name].encode()
+    if ending == ".zst":
+        pa = pytest.importorskip("pyarrow")
+        with pa.output_stream(path, compression="zstd") as file:
+            file.write(text)
+    else:
+        path.write_bytes(gzip.compress(text) if ending else text)
+    wheres = [f"{path}:1", f"{path}:3"] if name in ("a.jsonl", "a.ndjson") else [f"{path}: row 1", f"{path}: row 2"]
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
+    assert load_records(str(path)) == list(zip(rows, wheres, strict=True))
+    if name == "a.ndjson" and not ending:
+        assert list(load_records(str(path), stream=True)) == load_records(str(path))
+    if ending:
+        path.write_bytes(path.read_bytes()[:-4])
+        with pytest.raises(ValueError, match=rf"{name}{ending}: not a whole compressed file \(.*\)\."):
+            load_records(str(path))
+        path.write_bytes(text)
+        with pytest.raises(ValueError, match=rf"{name}{ending}: not a whole compressed file"):
+            load_records(str(path))
+
+
+def test_a_compressed_file_is_not_streamed(tmp_path: Path) -> None:
+    (path := tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(TEXTS["a.jsonl"].encode()))
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl\.gz is compressed, and --data.stream cannot read that in parts: unpack"
+    ):
+        load_records(str(path), stream=True)
 
 
 def test_a_byte_order_mark_is_not_part_of_the_data(tmp_path: Path) -> None:
@@ -244,12 +286,14 @@ def test_a_hub_name_that_does_not_load_says_how_it_is_written(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("module", "source"), [("pyarrow", "data.parquet"), ("datasets", "."), ("datasets", "hf:squad")]
+    ("module", "source"),
+    [("pyarrow", "data.parquet"), ("pyarrow", "data.json.zst"), ("datasets", "."), ("datasets", "hf:squad")],
 )
 def test_without_the_library_the_error_says_how_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, source: str
 ) -> None:
     write(tmp_path / "data.parquet", "")
+    write(tmp_path / "data.json.zst", "")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=r'pip install "lightrl\[datasets\]"'):
