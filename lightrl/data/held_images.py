@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.builtin.task import cache_folder
+from lightrl.data.media import in_rgb
 
 _DATA_URL = re.compile(r"data:image/[^,]*;base64,", re.IGNORECASE)
 _MOST_SHOWN = 40  # characters of an image that cannot be read
@@ -51,7 +52,7 @@ def _decoded(text: str) -> bytes:
 
 def _png(image: Any) -> bytes:
     content = BytesIO()
-    whole = image if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA") else image.convert("RGB")
+    whole = image if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA") else in_rgb(image)
     whole.save(content, "PNG", exif=image.getexif())
     return content.getvalue()
 

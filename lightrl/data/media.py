@@ -68,12 +68,25 @@ def in_rgb(image: Any) -> Any:
 
     What stands behind transparent pixels is mostly black, and would hide black letters.
     """
+    if image.mode.startswith("I;16"):
+        image = _in_eight_bits(image)
     if image.mode in _TRANSPARENT or "transparency" in image.info:
         from PIL import Image  # noqa: PLC0415  (optional)
 
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     return image.convert("RGB")
+
+
+def _in_eight_bits(image: Any) -> Any:
+    """Returns an image of 16-bit grey values in 8 bits. Pillow's own conversion would make all from 255 up white."""
+    from PIL import Image  # noqa: PLC0415  (optional)
+
+    values = np.asarray(image).astype(np.uint32)
+    grey = Image.fromarray(((values * 255 + 32767) // 65535).astype(np.uint8))
+    if (transparent := image.info.get("transparency")) is not None:
+        grey.putalpha(Image.fromarray(np.where(values == transparent, 0, 255).astype(np.uint8)))
+    return grey
 
 
 def _header_exif(image: Any) -> Any:

@@ -7,6 +7,7 @@ import io
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 from tiny_vlm import IMAGE, checkered, tiny_media
@@ -40,6 +41,14 @@ def test_every_form_becomes_a_file(cache: Path) -> None:
     assert sorted(path.name for path in cache.iterdir()) == sorted(Path(path).name for path in (from_dict, from_pil))
     assert read_image(from_pil).tobytes() == image.convert("RGB").tobytes()
     assert as_files(content) == from_dict
+
+
+def test_a_held_image_of_16_bits_is_shown_as_its_file_is(tmp_path: Path) -> None:
+    image = Image.fromarray(np.array([[0, 257, 32768, 65535]], dtype=np.uint16))
+    image.save(tmp_path / "a.png")
+    shown = read_image(as_files(image))
+    assert np.asarray(shown)[0, :, 0].tolist() == [0, 1, 128, 255]
+    assert shown.tobytes() == read_image(str(tmp_path / "a.png")).tobytes()
 
 
 def test_base64_becomes_a_file() -> None:

@@ -50,6 +50,17 @@ def test_transparent_pixels_are_white(tmp_path: Path) -> None:
         assert marked[0, 1].tolist() == plain[0, 1].tolist(), mode
 
 
+def test_grey_values_of_16_bits_are_scaled_and_not_clipped(tmp_path: Path) -> None:
+    # 65535 / 255 = 257: 128 is 0.498 of a step, and 129 is 0.502 of one.
+    values = np.array([[0, 128, 129, 257, 32768, 65535]], dtype=np.uint16)
+    for kind in ("png", "tiff"):
+        Image.fromarray(values).save(tmp_path / f"a.{kind}")
+        shown = np.asarray(read_image(str(tmp_path / f"a.{kind}")))
+        assert shown.tolist() == [[[grey] * 3 for grey in (0, 0, 1, 1, 128, 255)]]
+    Image.fromarray(values).save(tmp_path / "b.png", transparency=257)
+    assert np.asarray(read_image(str(tmp_path / "b.png")))[0, :, 0].tolist() == [0, 0, 1, 255, 128, 255]
+
+
 def test_the_size_is_that_of_the_pixels_wherever_the_file_says_its_way_up(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by a quarter
