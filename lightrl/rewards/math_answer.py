@@ -47,6 +47,9 @@ class MathAnswer:
         if importlib.util.find_spec("math_verify") is None:
             raise ImportError('The reward math needs math-verify: pip install "lightrl[math]".')
 
+    def __reduce__(self) -> Any:
+        return _with_verifier, ()  # for its process, which must not load sympy in the time for the first sample
+
     def __call__(self, sample: Sample, /) -> float:
         verifier = _verifier()
         expected = _parse_expected(verifier, expected_answer(sample))
@@ -58,6 +61,11 @@ class MathAnswer:
         except Exception as error:
             raise NoVerdictError(f"math-verify cannot compare the response with the answer: {error}") from error
         return float(is_right)
+
+
+def _with_verifier() -> MathAnswer:
+    _verifier()
+    return MathAnswer()
 
 
 def _parse_expected(verifier: Any, answer: str) -> list[Any]:

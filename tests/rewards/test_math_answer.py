@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
@@ -9,6 +12,7 @@ import pytest
 from reward_samples import answered
 
 from lightrl.rewards import RewardError, load_reward
+from lightrl.rewards.math_answer import MathAnswer
 from lightrl.rewards.reward_set import make_runner
 from lightrl.rewards.scoring import FailureBudget, RewardRunner
 
@@ -117,6 +121,13 @@ WRONG = [
 def test_equal_values_are_right_however_they_are_written(runner: RewardRunner) -> None:
     samples = [answered(text, answer) for text, answer in RIGHT + WRONG]
     assert runner.run(samples, FailureBudget()) == [1.0] * len(RIGHT) + [0.0] * len(WRONG)
+
+
+def test_a_process_loads_math_verify_before_its_first_sample() -> None:
+    """Otherwise a slow disk could use up the time for it, and leave a library that is loaded in part."""
+    code = "import pickle, sys; pickle.loads(bytes.fromhex(sys.argv[1])); print('sympy' in sys.modules)"
+    packed = pickle.dumps(MathAnswer()).hex()
+    assert subprocess.run([sys.executable, "-c", code, packed], capture_output=True, text=True).stdout == "True\n"
 
 
 def test_the_prompt_is_not_read(runner: RewardRunner) -> None:
