@@ -5,11 +5,16 @@ from __future__ import annotations
 import importlib.util
 import logging
 import re
+import unicodedata
 from collections.abc import Sequence
+from dataclasses import replace
 from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 from lightrl.records import Sample
+from lightrl.rewards.choice_letter import choice_of, stated_choice
+from lightrl.rewards.measures import has_other_unit, split_measure, without_unit
 from lightrl.rewards.scoring import Isolation, NoVerdictError
 from lightrl.rewards.text_match import expected_answer
 
@@ -23,6 +28,7 @@ _CLOSING_MARKS = re.compile(r"(?<=[^\s^_])[*`]{1,3}(?=[\s.,;:!?)<]|$)")
 # math-verify reads LaTeX: 10\,000 as 10 times 0, 2pi as 2 times i times p, twice the root of 3 as 2, 10^-3 as 10, and
 # nothing in \boxed{73.}.
 _IN_LATEX = [
+    (re.compile(r"\\fbox(?= *\{)"), r"\\boxed"),
     (re.compile(r"(?<=\d)\\[,;: ](?=\d{3}(?!\d))"), ""),
     (re.compile(r"(?<![\\A-Za-z])(?<!rm{)(?<!xt{)(?<!me{)(pi|ln|log|sin|cos|tan)(?![A-Za-z])"), r"\\\1"),
     (re.compile("\u221a *(?:\\(([^()]*)\\)|(\\d+(?:\\.\\d+)?|[A-Za-z]))"), r"\\sqrt{\1\2}"),
@@ -31,6 +37,12 @@ _IN_LATEX = [
     (re.compile(r"\\boxed\{ *(?:\\text\{)? *\(?([A-J])[).:] [^{}=]*\}? *\}"), r"\\boxed{\1}"),  # with its option's text
 ]
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])\d+(?:\.\d+)?[eE][-+]?\d{1,3}(?!\.?\w)")  # it reads 1e6 as e times 6
+# It reads 1 of 3 1/2.
+_MIXED = re.compile(r"(?<![\w.,/^_}\\)])(\d{1,6})(?: |\\ |~)+(\d+)/(\d+)(?![\w/.]*\w)")
+_VULGAR = re.compile(r"(?<![\w.,/^_}\\)])(\d{0,6}) ?([\u00bc-\u00be\u2150-\u215e])")
+_LETTERS = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{1,2}[\s.]*(?:[}$]|\\[)\]]|$)", re.MULTILINE)
+_PLAIN_NUMBER = re.compile(r"[-+]?[\d.,/]+")
+_SUFFIXES = ("st", "nd", "rd", "th", "hr", "yr", "ft", "lb", "gm", "sq", "am", "pm", "mm", "cm", "km", "kg")
 _SMALL, _LARGE = 1e-6, 1e15  # beyond these, the decimals to which math-verify rounds say nothing
 _PRECISION, _EXACT = 1e-6, 1e-12  # relative, of numbers with decimals and of others
 _ZERO = 1e-50  # more than what sympy computes for an expression that is 0, such as sin(pi)
@@ -52,12 +64,10 @@ class MathAnswer:
 
     def __call__(self, sample: Sample, /) -> float:
         verifier = _verifier()
-        expected = _parse_expected(verifier, expected_answer(sample))
+        answer = expected_answer(sample).rpartition(_FINAL_ANSWER)[2].strip()
+        expected = _parse_expected(verifier, answer)
         try:
-            given = _parse_given(verifier, sample.text)
-            is_right = _is_same_extreme(expected, given)
-            if is_right is None:
-                is_right = verifier.verify(expected, given, timeout_seconds=None, raise_on_error=True)
+            is_right = _is_right(verifier, answer, expected, sample.text)
         except Exception as error:
             raise NoVerdictError(f"math-verify cannot compare the response with the answer: {error}") from error
         return float(is_right)
@@ -68,10 +78,71 @@ def _with_verifier() -> MathAnswer:
     return MathAnswer()
 
 
+def _is_right(verifier: Any, answer: str, expected: list[Any], text: str) -> bool:
+    given = _parse_given(verifier, text)
+    is_right = _are_equal(verifier, expected, given)
+    if _LETTERS.search(answer) or (is_right and _LETTERS.search(text)):
+        is_right = _are_equal_with_letters(verifier, answer, expected, text, given, is_right)
+    number, unit = split_measure(answer)
+    if unit and has_other_unit(text, number, unit):
+        return False
+    if is_right:
+        return True
+    if letter := choice_of(answer):
+        return stated_choice(text) == letter
+    if unit:
+        return _are_equal(verifier, _parse_expected(verifier, number), given)
+    bare = without_unit(text)
+    return bare != text and _are_equal(verifier, expected, _parse_given(verifier, bare))
+
+
+def _are_equal(verifier: Any, expected: list[Any], given: list[Any]) -> bool:
+    is_same = _is_same_extreme(expected, given)
+    if is_same is None:
+        return bool(verifier.verify(expected, given, timeout_seconds=None, raise_on_error=True))
+    return is_same
+
+
+def _are_equal_with_letters(
+    verifier: Any, answer: str, expected: list[Any], text: str, given: list[Any], is_right: bool
+) -> bool:
+    """Compares again with letters that math-verify takes for units, if one of the two has such a variable at its end.
+
+    It drops the t of 2t and the c of 5x + c. Behind a number and a space, a letter is a unit.
+    """
+    strict = _KeepsUnits(verifier)
+    whole_expected, whole_given = _parse_expected(strict, answer), _parse_given(strict, text)
+    if not (_drops_letters(expected, whole_expected) or _drops_letters(given, whole_given)):
+        return is_right
+    if not _is_marked(text) and "<answer>" not in text:  # of plain text, only the number is found
+        return is_right and re.search(rf"(?<![\w+*/^-]){re.escape(answer)}\W*$", text) is not None
+    return _are_equal(verifier, whole_expected, whole_given)
+
+
+def _drops_letters(parsed: list[Any], whole: list[Any]) -> bool:
+    short, text = (str(found[-1]) if found else "" for found in (parsed, whole))
+    letters = text.removeprefix(short)
+    is_variable = re.fullmatch(r"[A-Za-z]{1,2}", letters.strip()) and letters.strip() not in _SUFFIXES
+    return bool(short and is_variable) and not (letters[0].isspace() and _PLAIN_NUMBER.fullmatch(short.strip()))
+
+
+class _KeepsUnits:
+    """Parses as math-verify does, but takes no letters for units."""
+
+    def __init__(self, verifier: Any) -> None:
+        latex = verifier.LatexExtractionConfig()
+        latex = replace(latex, normalization_config=replace(latex.normalization_config, units=False))
+        self._verifier, self._config = verifier, [latex, verifier.ExprExtractionConfig()]
+
+    def parse(self, text: str, **settings: Any) -> list[Any]:
+        parsed: list[Any] = self._verifier.parse(text, extraction_config=self._config, **settings)
+        return parsed
+
+
 def _parse_expected(verifier: Any, answer: str) -> list[Any]:
     """Parses the prompt's answer; raises ValueError if it is not mathematics, which a reward of 0 would hide."""
-    answer = answer.rpartition(_FINAL_ANSWER)[2].strip()
-    parsed = _parse(verifier, answer if _is_marked(answer) else f"${answer.replace('**', '^')}$")
+    plain = answer.replace("\\$", "")  # of an amount of money
+    parsed = _parse(verifier, plain if _is_marked(plain) else f"${plain.replace('**', '^')}$")
     if not parsed:
         raise ValueError(f"math-verify finds no mathematical expression in the prompt's answer {answer!r}")
     return parsed
@@ -110,7 +181,20 @@ def _is_marked(text: str) -> bool:
 def _in_latex(text: str) -> str:
     for pattern, latex in _IN_LATEX:
         text = pattern.sub(latex, text)
+    text = _VULGAR.sub(_in_one_fraction, _MIXED.sub(_in_one_fraction, text))
     return _SCIENTIFIC.sub(lambda match: f"{Decimal(match[0]):f}", text)
+
+
+def _in_one_fraction(mixed: re.Match[str]) -> str:
+    """Returns 3 1/2 as 7/2; what is no mixed number, such as 3 5/2, as it is."""
+    parts = [int(part) for part in mixed.groups()[1:] if part.isdecimal()]
+    fraction = Fraction(unicodedata.numeric(mixed[2])).limit_denominator(10) if not parts else Fraction(0)
+    if parts and not 0 < parts[0] < parts[1]:
+        return mixed[0]
+    if parts:
+        fraction = Fraction(*parts)
+    whole = int(mixed[1] or 0) + fraction
+    return f"{whole.numerator}/{whole.denominator}"
 
 
 def _parse(verifier: Any, text: str) -> list[Any]:

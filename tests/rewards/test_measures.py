@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import pytest
+
+from lightrl.rewards.measures import has_other_unit, split_measure, without_unit
+
+
+@pytest.mark.parametrize(
+    ("text", "number", "unit"),
+    [
+        ("18 cm^2", "18", "cm^2"),
+        ("1,234.50 dollars.", "1,234.50", "dollars"),
+        ("-1/2 mile", "-1/2", "mile"),
+        (r"\frac{1}{2}~feet", r"\frac{1}{2}", "feet"),
+        ("18cm", "18", "cm"),
+        ("5 square units", "5", "square units"),
+    ],
+)
+def test_a_measure_is_a_number_and_a_unit(text: str, number: str, unit: str) -> None:
+    assert split_measure(text) == (number, unit)
+
+
+@pytest.mark.parametrize("text", ["18", "18 x", "18 million", "3 ab", "x in", "18 cm^4", "18 to 20 cm", "2 min x", ""])
+def test_other_texts_are_no_measure(text: str) -> None:
+    assert split_measure(text) == (text, "")
+
+
+def test_only_another_unit_of_the_same_number_is_another_unit() -> None:
+    assert has_other_unit("It is 18 cm^3.", "18", "cm^2")
+    assert has_other_unit("It is 18 min.", "18", "hours")
+    assert has_other_unit("It is 18 cm.", "18", "square cm")
+    for text in ("18", "18 square centimetres", "It took 3 hours: 18 cm^2", "18 cm\u00b2 (18 cm wide)"):
+        assert not has_other_unit(text, "18", "cm^2")
+
+
+def test_a_unit_is_left_out_of_a_box_that_holds_nothing_else() -> None:
+    assert without_unit(r"so \boxed{18 cm^2} and 5 cm") == r"so \boxed{18} and 5 cm"
+    assert without_unit(r"\boxed{x + 18 cm}") == r"\boxed{x + 18 cm}"
