@@ -22,7 +22,7 @@ from lightrl.rewards.sandbox import SandboxLimits, SandboxResult, choose_confine
 _FENCE = re.compile(r"(?<![`~])(?:```+|~~~+)")
 _INDENT = 3  # of a fence, at most; one further to the right is in a docstring
 _PYTHON = re.compile(r"\{?\.?(?:python|py)[\d.]*\}?", re.IGNORECASE)
-_DECIMAL = re.compile(r"[-+]?[0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?")
+_DECIMAL = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 _TOLERANCE = 1e-6  # relative or absolute, of numbers that are to be printed with a decimal point
 _RUNNERS = ("pytest.main", *(f"unittest.{name}" for name in ("main", "TextTestRunner", "TestLoader", "TestSuite")))
 _CALL = """
@@ -30,8 +30,8 @@ try:
     call = Solution().{name}
 except NameError:
     call = {name}
-result = call(*{arguments!r})
-assert (list(result) if isinstance(result, tuple) else result) in {results!r}
+checks = __import__("lightrl.rewards.sandboxed.results", fromlist="*")
+assert checks.is_result(call(*checks.value_of({arguments!r})), {results!r})
 """
 
 
@@ -219,7 +219,7 @@ def _call(name: str, arguments: Any, wanted: Any) -> str:
             return ""
     if not isinstance(arguments, list):
         return ""
-    return _CALL.format(name=name, arguments=arguments, results=results)
+    return _CALL.format(name=name, arguments=repr(arguments), results=repr(results))
 
 
 def _first(test: Mapping[str, Any], names: Sequence[str], default: Any = None) -> Any:

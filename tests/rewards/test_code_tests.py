@@ -48,6 +48,11 @@ def test_programs_are_compared_by_their_output() -> None:
         ("0.333333", "0.333333333333", 1.0),
         ("Case 1: 0.5", "Case 1: 0.50", 1.0),
         ("2", "2.0", 1.0),
+        (".5", "0.5", 1.0),
+        ("0.5", "-.5", 0.0),
+        ("-.5 1.", "-0.5 1.0", 1.0),
+        ("0.25", ".250", 1.0),
+        (".", "0.0", 0.0),
         ("-1e-7 3", "0.0 3", 1.0),
         ("1e9", "1000000000.0", 1.0),
         ("0.3334", "0.333333", 0.0),
@@ -108,6 +113,21 @@ def test_calls_of_a_function_are_tests(tests: Any) -> None:
     assert rewarded("def swap(a, b):\n    return [b, a]", json.dumps(tests)) == 1 / 2
     assert rewarded("def swap(a, b):\n    return [a, b]", tests) == 0.0
     assert rewarded("class Solution:\n    pass", tests) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("code", "inputs", "outputs"),
+    [
+        ("def f(n):\n    return [(n, (n, n))] * 2", "3", "[[3, [3, 3]], [3, [3, 3]]]"),
+        ("def f(n):\n    return {n: (1, 2)}", "3", '{"3": [1, 2]}'),
+        ("def f(n):\n    return [n, -n, n - n]", "Infinity", "[Infinity, -Infinity, NaN]"),
+    ],
+)
+def test_results_that_json_writes_in_another_way_are_right(code: str, inputs: str, outputs: str) -> None:
+    tests = {"fn_name": "f", "inputs": [inputs], "outputs": [outputs]}
+    assert rewarded(code, json.dumps(tests)) == 1.0
+    assert rewarded(code, {**tests, "inputs": [[json.loads(inputs)]], "outputs": [json.loads(outputs)]}) == 1.0
+    assert rewarded("def f(n):\n    return [n]", tests) == 0.0
 
 
 def test_a_part_of_the_result_is_wrong() -> None:
