@@ -20,7 +20,9 @@ from lightrl.records import Sample, inner_value
 from lightrl.rewards.sandbox import SandboxLimits, SandboxResult, choose_confinement, run_inputs, run_tests
 
 _FENCE = re.compile(r"(?<![`~])(?:```+|~~~+)")
-_INDENT = 3  # of a fence, at most; one further to the right is in a docstring
+_INDENT = 3  # of a fence, at most; one further to the right is in a text
+_FAR = 200  # lines
+_QUOTES = re.compile(r"\\.|\"\"\"|'''|[\"'#\n]", re.DOTALL)
 _PYTHON = re.compile(r"\{?\.?(?:python|py)[\d.]*\}?", re.IGNORECASE)
 _DECIMAL = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 _TOLERANCE = 1e-6  # relative or absolute, of numbers that are to be printed with a decimal point
@@ -126,10 +128,13 @@ def _blocks(text: str) -> list[tuple[str, str]]:
     blocks: list[tuple[str, str]] = []
     opening: re.Match[str] | None = None
     language, code = "", ""
-    for line in text.splitlines(keepends=True):
+    lines = text.splitlines(keepends=True)
+    for number, line in enumerate(lines):
         fences = list(_FENCE.finditer(line))
         if opening is not None:
             closing = _closing(opening, fences, line)
+            if closing and _is_in_docstring(code, opening, lines[number : number + _FAR]):
+                closing = None
             code += line[: closing.start()].rstrip() if closing else line
             if closing is None:
                 continue
@@ -152,6 +157,27 @@ def _closing(opening: re.Match[str], fences: Sequence[re.Match[str]], line: str)
         if not line[fence.end() :].strip():
             return fence
     return None
+
+
+def _is_in_docstring(code: str, opening: re.Match[str], following: Sequence[str]) -> bool:
+    """Returns whether a fence behind the code is in a text in triple quotes, after whose end a fence ends the block."""
+    quote = _open_quote(code)
+    for line in following if quote else ():
+        if not quote and _closing(opening, list(_FENCE.finditer(line)), line):
+            return True
+        quote = _open_quote(line, quote)
+    return False
+
+
+def _open_quote(code: str, quote: str = "") -> str:
+    """Returns the triple quotes that the code leaves open; quote: those that are open before it."""
+    for mark in _QUOTES.findall(code):
+        if quote:
+            is_end = mark == quote or (len(quote) == 1 and (mark == "\n" or mark[0] == quote))
+            quote = "" if is_end else quote
+        elif mark[0] in "\"'#":
+            quote = mark
+    return quote if len(quote) == 3 else ""
 
 
 def _lines(text: str) -> list[str]:

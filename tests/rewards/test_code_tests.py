@@ -283,6 +283,8 @@ def test_what_a_test_does_as_main_program_is_done(test: str) -> None:
     assert rewarded("def double(x):\n    return 0\n", test) == 0.0
 
 
+IN_TWO_COLUMNS = 'def f():\n  """Example.\n\n  ```python\n  >>> f()\n  ```\n  """\n  return 1\n'
+IN_NONE = '"""Example:\n\n```\n>>> f()\n```\n"""\n\ndef f():\n    return \'"""\'  # """\n'
 IN_DOCSTRING = 'def f():\n    """Example.\n\n    ```\n    >>> f()\n    ```\n    """\n'
 
 
@@ -294,6 +296,12 @@ IN_DOCSTRING = 'def f():\n    """Example.\n\n    ```\n    >>> f()\n    ```\n    
         ("1. First:\n\n   ```python\n   def f():\n       pass\n   ```\n", "def f():\n    pass\n"),
         ("- ```python\n  code\n  ```\n  It prints 4.", "code\n"),
         (f"```python\n{IN_DOCSTRING}```\nDone.", IN_DOCSTRING),
+        (f"```python\n{IN_TWO_COLUMNS}```\nIt prints:\n```\n4\n```", IN_TWO_COLUMNS),
+        (f"```python\n{IN_NONE}```\nDone.", IN_NONE),
+        (f"```python\n{IN_NONE}{IN_NONE}\n```\n```python\ncode\n```", "code\n"),
+        (f"```python\nx = '''draft\n```\nThen:\n```python\n{IN_TWO_COLUMNS}```", IN_TWO_COLUMNS),
+        ('```python\nx = """draft\n```\n\n```python\ncode\n```', "code\n"),
+        ('```python\n# don\'t\nx = \'"""\'\n```\n```text\n"""\n```', "# don't\nx = '\"\"\"'\n"),
         ('```python\nx = """\n  \n"""\n```', 'x = """\n  \n"""\n'),
         ("```python\nprint('```')\n```", "print('```')\n"),
         ('```python title="a.py"\ncode\n```', "code\n"),
@@ -316,7 +324,9 @@ def test_a_block_is_found_however_it_is_written(text: str, code: str) -> None:
 
 def test_fences_without_end_take_no_time() -> None:
     started = time.monotonic()
-    for text in ("```" * 20_000, "```python\n" * 5_000, "`" * 100_000, "```a b `" * 10_000):
+    for text in ("```" * 20_000, "```python\n" * 5_000, "`" * 100_000, "```a b `" * 10_000, '```python\n"""\n' * 2_000):
+        extract_code(text)
+    for text in ('```python\n"""\n' + "```\n" * 2_000, "```python\n" + '"""\n```\n' * 2_000):
         extract_code(text)
     assert time.monotonic() - started < 10
 
