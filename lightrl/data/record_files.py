@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from lightrl.builtin.task import BUILTIN_TASKS
+from lightrl.data.class_labels import features_of, labelled_in, with_names
 from lightrl.data.json_records import LocatedRecord, Record, parse_json, require_object
 from lightrl.data.streamed import Streamed, stream_lines
 from lightrl.models.hub import why_unreachable
@@ -141,7 +142,8 @@ def _load_parquet(path: Path) -> list[LocatedRecord]:
         table = pyarrow.parquet.read_table(path)
     except pyarrow.ArrowException as error:
         raise ValueError(f"{path}: not a valid Parquet file ({error}).") from error
-    return _locate(table.to_pylist(), path)
+    labelled = labelled_in(features_of(table.schema.metadata))
+    return _locate((with_names(row, labelled) for row in table.to_pylist()), path)
 
 
 def _stream_parquet(path: Path) -> Sequence[LocatedRecord]:
@@ -210,7 +212,12 @@ def _train_split(loaded: Any, path: Path) -> Any:
 def _locate_rows(rows: Any, source: str | Path, stream: bool) -> Sequence[LocatedRecord]:
     """Returns the rows of a `datasets` data set, which stay in its files if they are streamed."""
     rows = rows.with_format(None)  # it may be saved with a format that gives tensors or leaves columns out
-    read = partial(_row_with_files, rows.with_format("arrow")) if _has_images(rows.features) else partial(_row, rows)
+    row = partial(_row_with_files, rows.with_format("arrow")) if _has_images(rows.features) else partial(_row, rows)
+    labelled = labelled_in(rows.features.to_dict())
+
+    def read(index: int) -> Record:
+        return with_names(row(index), labelled) if labelled else row(index)
+
     if not stream:
         return _locate(map(read, range(len(rows))), source)
     return Streamed(len(rows), lambda index: (read(index), f"{source}: row {index + 1}"))
