@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, TypeGuard
+from typing import Any
 
 from lightrl.cores import cores_of_rank
 from lightrl.records import Sample, inner_value
+from lightrl.rewards.called_tests import left_out, with_calls
 from lightrl.rewards.sandbox import SandboxLimits, SandboxResult, choose_confinement, run_inputs, run_tests
 
 _FENCE = re.compile(r"(?<![`~])(?:```+|~~~+)")
@@ -26,7 +27,6 @@ _QUOTES = re.compile(r"\\.|\"\"\"|'''|[\"'#\n]", re.DOTALL)
 _PYTHON = re.compile(r"\{?\.?(?:python|py)[\d.]*\}?", re.IGNORECASE)
 _DECIMAL = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
 _TOLERANCE = 1e-6  # relative or absolute, of numbers that are to be printed with a decimal point
-_RUNNERS = ("pytest.main", *(f"unittest.{name}" for name in ("main", "TextTestRunner", "TestLoader", "TestSuite")))
 _CALL = """
 try:
     call = Solution().{name}
@@ -190,7 +190,9 @@ def _tests_of(fields: Mapping[str, Any], field: str) -> list[str | Mapping[str, 
     given = _parsed(inner_value(fields, field))
     tests = [test for item in (given if isinstance(given, list | tuple) else [given]) for test in _checked(item)]
     if all(isinstance(test, str) and _flaw(test) for test in tests):
-        found = f" (statements {_flaw(str(tests[0]))}: {tests[0]!r:.60})" if tests else ""
+        found = (
+            f" (statements {_flaw(str(tests[0]))}: {left_out(str(tests[0])) or repr(tests[0])[:60]})" if tests else ""
+        )
         raise ValueError(
             f"the prompt has no tests in the field {field!r}{found}. Name the field that holds them by --reward_args "
             "code.field=NAME"
@@ -215,7 +217,7 @@ def _checked(test: Any) -> list[str | Mapping[str, str]]:
     """
     test = _parsed(test)
     if test is None or isinstance(test, str):
-        return list(_with_calls(test)) if test else []
+        return list(with_calls(test)) if test else []
     if isinstance(test, Mapping):
         given = _first(test, ("inputs", "stdin", "input"), ""), _first(test, ("outputs", "stdout", "output"))
         inputs, outputs = given if all(isinstance(side, list) for side in given) else [[side] for side in given]
@@ -260,46 +262,6 @@ def _are_texts(*values: Any) -> bool:
 def _joined(value: Any) -> Any:
     is_lines = isinstance(value, list) and all(isinstance(line, str) for line in value)
     return "\n".join(value) if is_lines else value
-
-
-@lru_cache(maxsize=1024)
-def _with_calls(test: str) -> tuple[str, ...]:
-    """Returns the tests that statements stand for: all together, or each that is left to pytest or unittest to call."""
-    try:
-        module = ast.parse(test)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return (test,)
-    body = [part for node in module.body for part in (node.body if _is_guard(node) else [node])]
-    body = [node for node in body if not _runs_all(node)]
-    statements = test if body == module.body else ast.unparse(ast.Module(body, []))
-    definitions = [node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    others = [node for node in body if node not in definitions]
-    used = {part.id for node in others for part in ast.walk(node) if isinstance(part, ast.Name)}
-    if used & {node.name for node in definitions if _calls_of(node)}:
-        return (statements,)
-    return tuple(f"{statements}\n{call}" for node in definitions for call in _calls_of(node)) or (statements,)
-
-
-def _is_guard(node: ast.stmt) -> TypeGuard[ast.If]:
-    """Returns whether the statement asks if the tests are the main program, as they are for pytest and unittest."""
-    return isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
-
-
-def _runs_all(node: ast.stmt) -> bool:
-    """Returns whether the statement has a library run all tests, which neither finds them here nor fails with them."""
-    if not isinstance(node, ast.Expr | ast.Assign | ast.Raise):
-        return False
-    return any(isinstance(part, ast.Attribute) and ast.unparse(part) in _RUNNERS for part in ast.walk(node))
-
-
-def _calls_of(node: ast.FunctionDef | ast.ClassDef) -> list[str]:
-    """Returns the calls of a test function, or of the methods of a test case."""
-    if isinstance(node, ast.FunctionDef):
-        return [f"{node.name}()"] if node.name.startswith("test") and not node.args.args else []
-    methods = [part.name for part in node.body if isinstance(part, ast.FunctionDef) and part.name.startswith("test")]
-    is_case = any(ast.unparse(base).endswith("TestCase") for base in node.bases)
-    suite = "__import__('unittest').TestSuite"  # which also calls setUpClass()
-    return [f"{suite}([{node.name}({name!r})]).debug()" for name in methods] if is_case else []
 
 
 @lru_cache(maxsize=1024)

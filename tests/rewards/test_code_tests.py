@@ -140,7 +140,8 @@ def test_a_part_of_the_result_is_wrong() -> None:
     "test",
     [
         "import math\n\nMETADATA = {'author': 'jt'}\n\ndef check(candidate):\n    assert candidate(2) == 4",
-        "class Tests:\n    def test(self):\n        assert double(2) == 5",
+        "class Cases:\n    def test(self):\n        assert double(2) == 5",
+        "class TestIt:\n    def __init__(self):\n        pass\n\n    def test(self):\n        assert double(2) == 5",
         "('double(2)', 4)",
         "# assert double(2) == 5",
     ],
@@ -230,7 +231,9 @@ def test_functions_that_pytest_would_call_are_called() -> None:
     assert rewarded(DOUBLE, test) == 1 / 2
     assert rewarded(DOUBLE, [test, "assert double(3) == 6"]) == 2 / 3
     assert rewarded(DOUBLE, f"{test}\ntest_a()") == 1.0  # calls of its own
-    with pytest.raises(RewardError, match="that no program can fail"):
+    with pytest.raises(
+        RewardError, match=r"that no program can fail: test_a\(\) takes case: neither cases nor a fixture"
+    ):
         rewarded(DOUBLE, "def test_a(case):\n    assert double(case) == 4")
 
 
@@ -250,12 +253,57 @@ class Cases(unittest.TestCase):
 GUARD = "if __name__ == '__main__':\n    "
 
 
+CASES = """import pytest
+from solution import double
+
+KNOWN = [(1, 2), ("a", "aa"), pytest.param(3, 7)]
+
+@pytest.fixture
+def two():
+    return 2
+
+@pytest.mark.parametrize("x, y", KNOWN)
+def test_cases(x, y):
+    assert double(x) == y
+
+class TestDouble:
+    def setup_method(self):
+        self.four = 4
+
+    def test_fixture(self, two):
+        assert double(two) == self.four
+
+    def test_error(self):
+        with pytest.raises(TypeError):
+            double(None)
+        assert [double(0.15)] == pytest.approx([0.3])
+"""
+
+
+def test_cases_fixtures_and_classes_of_pytest_are_tests() -> None:
+    """Of six tests, the program fails the case (3, 7)."""
+    assert rewarded(DOUBLE, [CASES, "assert double(5) == 10"]) == 5 / 6
+    assert rewarded("def double(x):\n    return 0\n", CASES) == 0.0
+
+
+def test_a_capture_shows_what_the_program_prints() -> None:
+    test = "def test_a(capsys):\n    show()\n    assert capsys.readouterr().out == 'hi\\n'"
+    assert rewarded("def show():\n    print('hi')\n", test) == 1.0
+    assert rewarded("def show():\n    print('ho')\n", test) == 0.0
+
+
 SUITE = "suite = unittest.TestLoader().loadTestsFromTestCase(Cases)\nunittest.TextTestRunner().run(suite)"
 
 
 @pytest.mark.parametrize(
     "end",
-    ["", "\nunittest.main()\n", f"\n{GUARD}unittest.main(verbosity=2)\n", f"\n{SUITE}\n"],
+    [
+        "",
+        "\nunittest.main()\n",
+        "\nfrom unittest import main\nmain()\n",
+        f"\n{GUARD}unittest.main(verbosity=2)\n",
+        f"\n{SUITE}\n",
+    ],
 )
 def test_methods_of_a_test_case_are_tests(end: str) -> None:
     assert rewarded(DOUBLE, CASE + end) == 1 / 2

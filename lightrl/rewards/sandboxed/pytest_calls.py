@@ -1,0 +1,168 @@
+"""Calls a test as pytest would: with the values of its cases, its fixtures, and what is to be set up before it."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import io
+import itertools
+import os
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from lightrl.rewards.sandboxed import pytest_names
+
+BUILT_IN = ("capsys", "monkeypatch")
+
+
+def names_of_pytest(module: ast.Module) -> set[str]:
+    """Returns the names of pytest that a test uses."""
+    imports = [node for node in ast.walk(module) if isinstance(node, ast.Import)]
+    own = {name.asname or name.name for node in imports for name in node.names if name.name == "pytest"}
+    attributes = [node for node in ast.walk(module) if isinstance(node, ast.Attribute)]
+    used = {node.attr for node in attributes if isinstance(node.value, ast.Name) and node.value.id in own}
+    froms = [node for node in ast.walk(module) if isinstance(node, ast.ImportFrom) and node.module == "pytest"]
+    return used | {name.name for node in froms for name in node.names}
+
+
+def provide_pytest(module: ast.Module) -> None:
+    """Makes the names of pytest that a test uses importable: those of its own kind here, or else the real ones."""
+    if names_of_pytest(module) <= pytest_names.PROVIDED:
+        sys.modules["pytest"] = pytest_names
+    else:
+        installed: Any = import_module("pytest")
+        installed.fixture = pytest_names.fixture
+
+
+def call(scope: Mapping[str, Any], name: str, method: str = "", case: int | None = None) -> None:
+    """Calls a test function, or a method of a class, with the values of one case, or of all one after another."""
+    _set_up(scope.get("setUpModule") or scope.get("setup_module"), None)
+    owner: Any = None
+    if method:
+        _set_up(getattr(scope[name], "setup_class", None), scope[name])
+        owner = scope[name]()
+    target = getattr(owner, method) if method else scope[name]
+    marks = [*getattr(scope[name], "pytestmark", ()), *(getattr(target, "pytestmark", ()) if method else ())]
+    cases = _cases(marks)
+    for values in cases if case is None else cases[case : case + 1]:
+        _set_up(getattr(owner, "setup_method", None) if method else scope.get("setup_function"), target)
+        fixtures = _Fixtures(scope, owner, values)
+        fixtures.use_automatic(marks)
+        result = target(**fixtures.arguments(target))
+        if inspect.iscoroutine(result):
+            import asyncio  # noqa: PLC0415  (slow to load, and rarely needed)
+
+            asyncio.run(result)
+
+
+def _set_up(function: Callable[..., Any] | None, argument: Any) -> None:
+    if function is not None:
+        function(*[argument] * len(inspect.signature(function).parameters))
+
+
+def _cases(marks: list[Any]) -> list[dict[str, Any]]:
+    """Returns the arguments of each case: every combination of the values of all marks."""
+    sides = [[_named(mark.args[0], values) for values in mark.args[1]] for mark in marks if mark.name == "parametrize"]
+    return [dict(itertools.chain(*(side.items() for side in chosen))) for chosen in itertools.product(*sides)]
+
+
+def _named(names: Any, values: Any) -> dict[str, Any]:
+    listed = [name.strip() for name in names.split(",") if name.strip()] if isinstance(names, str) else list(names)
+    if type(values).__name__ == "ParameterSet":
+        values = values.values
+    elif len(listed) == 1 and isinstance(names, str):
+        values = [values]
+    return dict(zip(listed, values, strict=True))
+
+
+class _Fixtures:
+    """The values of a test's arguments, each made once."""
+
+    def __init__(self, scope: Mapping[str, Any], owner: Any, values: Mapping[str, Any]) -> None:
+        own = [getattr(owner, name) for name in dir(type(owner))] if owner is not None else []
+        marked = [item for item in [*scope.values(), *own] if _is_own(item) and hasattr(item, "fixture_options")]
+        self._functions = {item.fixture_options.get("name") or item.__name__: item for item in marked}
+        self._values = dict(values)
+
+    def use_automatic(self, marks: list[Any]) -> None:
+        """Makes the fixtures that a test uses without an argument."""
+        automatic = [name for name, item in self._functions.items() if item.fixture_options.get("autouse")]
+        for name in [*automatic, *(name for mark in marks if mark.name == "usefixtures" for name in mark.args)]:
+            self._value(name)
+
+    def arguments(self, function: Callable[..., Any]) -> dict[str, Any]:
+        """Returns the values of the arguments of a function that have no default, or are those of a case."""
+        parameters = inspect.signature(function).parameters.values()
+        named = [item for item in parameters if item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)]
+        wanted = [item.name for item in named if item.default is item.empty or item.name in self._values]
+        return {name: self._value(name) for name in wanted}
+
+    def _value(self, name: str) -> Any:
+        if name not in self._values:
+            if name in self._functions:
+                function = self._functions[name]
+                made = function(**self.arguments(function))
+                self._values[name] = next(made) if inspect.isgenerator(made) else made
+            else:
+                self._values[name] = {"capsys": _Captured, "monkeypatch": _Patches}[name]()
+        return self._values[name]
+
+
+def _is_own(item: Any) -> bool:
+    """Returns whether the test has defined a function: objects of the program could claim to be fixtures."""
+    return inspect.isfunction(item) or inspect.ismethod(item)
+
+
+class _Output(NamedTuple):
+    out: str
+    err: str
+
+
+class _Captured:
+    """pytest's capsys: what the program and the test print."""
+
+    def __init__(self) -> None:
+        self._streams = sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
+
+    def readouterr(self) -> _Output:
+        """Returns what was printed since the last call."""
+        printed = _Output(*(stream.getvalue() for stream in self._streams))
+        for stream in self._streams:
+            stream.seek(0)
+            stream.truncate()
+        return printed
+
+
+class _Patches:
+    """pytest's monkeypatch, without an end: the process of the test ends with it."""
+
+    def setattr(self, target: Any, name: Any, *value: Any, raising: bool = True) -> None:
+        """Sets an attribute of an object, or with two arguments that of the path `module.name`."""
+        if not value:
+            path, _, attribute = target.rpartition(".")
+            builtins.setattr(import_module(path), attribute, name)
+        else:
+            builtins.setattr(target, name, value[0])
+
+    def delattr(self, target: Any, name: str, raising: bool = True) -> None:
+        """Deletes an attribute."""
+        builtins.delattr(target, name)
+
+    def setitem(self, items: Any, name: Any, value: Any) -> None:
+        """Sets an item."""
+        items[name] = value
+
+    def delitem(self, items: Any, name: Any, raising: bool = True) -> None:
+        """Deletes an item."""
+        del items[name]
+
+    def setenv(self, name: str, value: str, prepend: str | None = None) -> None:
+        """Sets a variable of the environment."""
+        os.environ[name] = str(value)
+
+    def delenv(self, name: str, raising: bool = True) -> None:
+        """Deletes a variable of the environment."""
+        os.environ.pop(name, None)
