@@ -184,6 +184,7 @@ class ExampleBuilder:
         tools = tools_of(record, where)
         if self._media.processor:
             messages = self._media.in_parts(messages, record, field)
+            _refuse_media_behind(messages[turns[-1] + 1 :], where)
         text = self._render(messages[: turns[-1] + 1], tools, where)
         parts: list[str] = []
         done = 0
@@ -258,6 +259,15 @@ class ExampleBuilder:
             pieces.append(whole[done : len(so_far)])
             done = len(so_far)
         return [*pieces, whole[done:]]
+
+
+def _refuse_media_behind(messages: Messages, where: str) -> None:
+    """Raises ValueError if messages behind the last answer, which are not read, show an image or a video."""
+    parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+    if any(part["type"] != "text" for part in parts):
+        raise ValueError(
+            f"{where}: an image or a video stands behind the last answer, where nothing is trained. Leave it out."
+        )
 
 
 def _begins_otherwise(turn: int, generation_prompt: str, where: str) -> ValueError:

@@ -146,6 +146,10 @@ ANSWER = {"role": "assistant", "content": "R"}
             r"an image or a video stands behind the first answer .* Use --data\.train_on last",
         ),
         (
+            {"messages": [QUESTION, ANSWER, QUESTION], "images": ["red.png", "lime.png"]},
+            r"an image or a video stands behind the last answer, where nothing is trained",
+        ),
+        (
             {"messages": [QUESTION, {"role": "assistant", "content": [{"type": "image"}]}], "images": ["red.png"] * 2},
             r"messages\[1\] has an image or a video in its content, where only text is taken",
         ),
