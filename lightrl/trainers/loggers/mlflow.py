@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from lightrl.imports import import_extra
@@ -28,7 +29,8 @@ class MLflowLogger:
             self._choose_place(run)
         place = {"nested": True, "experiment_id": outer.info.experiment_id} if outer else {}
         started = self._mlflow.start_run(run_name=run.name, tags={_OURS: run.id}, **place)
-        self._id = started.info.run_id
+        self._id, self._status = started.info.run_id, "FINISHED"
+        self._client = self._mlflow.MlflowClient()
         options = {name: str(value)[:_LONGEST] for name, value in run.options.items()}
         self._try(lambda: self._mlflow.log_params(options), "the options")  # a run of MLFLOW_RUN_ID may have others
 
@@ -54,20 +56,22 @@ class MLflowLogger:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs the metrics of a step."""
         accepted = {_accepted(name): value for name, value in metrics.items()}
-        self._try(lambda: self._mlflow.log_metrics(accepted, step=step), f"the metrics of step {step}")
+        write = partial(self._mlflow.log_metrics, accepted, step=step, run_id=self._id)
+        self._try(write, f"the metrics of step {step}")
 
     def fail(self, error: BaseException) -> None:
-        """Ends the run of MLflow as failed or, after a signal or Ctrl-C, as killed."""
-        self._end("FAILED" if isinstance(error, Exception) else "KILLED")
+        """Ends the run of MLflow as failed or, after a signal or Ctrl-C, as killed.
+
+        The client does it, because it is told in a thread of its own, in which no run of MLflow is active.
+        """
+        self._status = "FAILED" if isinstance(error, Exception) else "KILLED"
+        self._try(lambda: self._client.set_terminated(self._id, self._status), "the end of the run")
 
     def close(self) -> None:
         """Ends the run of MLflow."""
-        self._end("FINISHED")
-
-    def _end(self, status: str) -> None:
         active = self._mlflow.active_run()
         if active is not None and active.info.run_id == self._id:  # otherwise it is over, and this is the user's own
-            self._try(lambda: self._mlflow.end_run(status), "the end of the run")
+            self._try(lambda: self._mlflow.end_run(self._status), "the end of the run")
 
     def _try(self, tell: Callable[[], object], lost: str) -> None:
         """Warns of a server that fails, which the run can do without: metrics.jsonl has the metrics, too."""
