@@ -104,6 +104,8 @@ class Trainer(ABC):
     config: Any  # the subclass names its own class of options
     model: nn.Module  # trained, saved and resumed
     batches: str = ""  # the batch arithmetic in one line, printed at the start
+    step_index: int = 0  # number of finished steps
+    attached: tuple[str, ...] = ()  # import paths of the observers that an earlier fit() has attached
     # Import path of what changed an ordinary class for --rollout_ranks, a schedule or a record; None for any run.
     made_by: ClassVar[str | None] = ""
     sharing: ClassVar[tuple[str | bool, ...]] = ("auto", False)  # values of --share_prompts that the class can obey
@@ -115,7 +117,6 @@ class Trainer(ABC):
             raise _ignored_options(self)
         self.run = run if isinstance(run, RunContext) else open_run(run, kind=self.kind, strategy=strategy)
         self.config, self.strategy, self.folder = self.run.config, self.run.strategy, self.run.folder
-        self.step_index = 0  # number of finished steps
         self.statistics = self.strategy.statistics  # includes what strategy.stats has recorded before the first step
         self.watch = Stopwatch(self.strategy.comm.span)
         self.observers = self.run.observers  # called at the moments of fit()
@@ -270,7 +271,8 @@ def fit(trainer: Trainer) -> dict[str, float]:
     with comm.phase("set-up", local=True):
         if comm.is_main:
             folder.open(trainer.run.config, trainer.step_index)  # as it was given, so that it starts the same run again
-    trainer.observers += [resolve_name(part)(trainer) for part in observers(config)]
+    trainer.observers += [resolve_name(part)(trainer) for part in observers(config) if part not in trainer.attached]
+    trainer.attached = observers(config)
     console = RunConsole(trainer.shown, enabled=comm.is_main, first_step=trainer.step_index, max_steps=config.max_steps)
     log: Log = RunLog(trainer)
     if config.checkpoint.on_disk_error == "continue":

@@ -24,6 +24,7 @@ from lightrl.checkpoint import CheckpointDirectory
 from lightrl.comm import MISTAKES, RankError
 from lightrl.config import LateMistakeError, print_user_error
 from lightrl.last_error import leave_error
+from lightrl.metrics import Statistics, Stopwatch
 from lightrl.process_group import rank_name
 from lightrl.rewards.own_frames import explain
 from lightrl.rewards.scoring import RewardError
@@ -60,6 +61,13 @@ class StoppableRun(Protocol):
     def close(self) -> None: ...
 
 
+class StoppableTraining(StoppableRun, Protocol):
+    """A run whose steps this module leaves."""
+
+    statistics: Statistics
+    watch: Stopwatch
+
+
 class StoppedBySignal(SystemExit):
     """Raised when a signal ends the training; the exit code is 75 if the same command continues from here."""
 
@@ -68,7 +76,7 @@ class StoppedBySignal(SystemExit):
 
 
 @contextmanager
-def ended_by_signals(run: StoppableRun) -> Iterator[Callable[[], bool]]:
+def ended_by_signals(run: StoppableTraining) -> Iterator[Callable[[], bool]]:
     """Yields a function that every rank must call before a step; it returns whether there is another step.
 
     After a signal on any rank, the function writes a checkpoint and raises StoppedBySignal on all ranks.
@@ -92,14 +100,16 @@ def _goes_on(run: StoppableRun, watch: SignalWatch) -> bool:
     return not is_over
 
 
-def _leave_step(run: StoppableRun, error: BaseException) -> None:
-    """Drops the gradients of a step that failed, since a notebook may go on, or tells that another rank has failed.
+def _leave_step(run: StoppableTraining, error: BaseException) -> None:
+    """Drops what a failed step has computed, since a notebook may go on, or tells that another rank has failed.
 
     That is told while signals are still handled: torchrun ends this rank once the failed one is gone.
     """
     if not isinstance(error, RankError):
         for trained in run.strategy.trained.entries:
             run.strategy.layout.drop_gradients(trained.model)
+        run.statistics.take()
+        run.watch.take()
     elif is_under_torchrun():
         tell(error)
         _say(f"The run has ended; {how_to_go_on(run)}.")

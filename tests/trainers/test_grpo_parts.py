@@ -9,11 +9,19 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from lightrl.config import AlgorithmConfig, DynamicSamplingConfig, EvalConfig, GRPOConfig, OverlongConfig
+from lightrl.config import (
+    AlgorithmConfig,
+    DynamicSamplingConfig,
+    EvalConfig,
+    GRPOConfig,
+    OverlongConfig,
+    RolloutLogConfig,
+)
 from lightrl.records import PackedBatch, ScoredGroup, TokenScores
 from lightrl.rewards import NO_REWARD
 from lightrl.rollout.scheduled_collector import SingleTurn
 from lightrl.trainers.grpo import GRPOTrainer
+from lightrl.trainers.loggers.attach import Loggers
 from lightrl.trainers.objective import PolicyObjective
 from lightrl.trainers.policy_step import describe_rollout
 
@@ -187,16 +195,20 @@ class Interrupted(GRPOTrainer):
 def test_what_an_interrupted_step_has_computed_is_no_part_of_the_next_one(
     toy_options: dict[str, Any], tmp_path: Path
 ) -> None:
-    norms = []
+    metrics = []
     for name in ("undisturbed", "interrupted"):
         options = {**toy_options, "num_prompts": 2, "max_steps": 1, "micro_batch_size": 2, "eval": EvalConfig(every=0)}
-        trainer = Interrupted(GRPOConfig(**options, output_dir=str(tmp_path / name)))
+        log = RolloutLogConfig(to="tensorboard")
+        trainer = Interrupted(GRPOConfig(**options, log=log, output_dir=str(tmp_path / name)))
         if name == "interrupted":
             trainer.num_left = 2
             with pytest.raises(KeyboardInterrupt):
                 trainer.fit()
         else:
             trainer.prompts.draw(2)  # those of the step that is interrupted
-        norms.append(trainer.fit()["grad_norm"])
+        metrics.append(trainer.fit())
+        assert [type(observer) for observer in trainer.observers] == [Loggers]  # not once for each fit()
         trainer.close()
-    assert norms[0] == norms[1] > 0
+    compared = [{name: found[name] for name in ("grad_norm", "tokens/prompt", "reward/mean")} for found in metrics]
+    assert compared[0] == compared[1]
+    assert metrics[0]["grad_norm"] > 0
