@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from typing import Any
 
-from lightrl.rollout.written_calls import Found, ToolCall, bad_call, marked
+from lightrl.rollout.written_calls import THOUGHT, Found, ToolCall, bad_call, marked, without_drafts
 
 _LFM2 = ("<|tool_call_start|>", "<|tool_call_end|>")
 PYTHONIC_MARKS = (*_LFM2, "<|python_start|>", "<|python_end|>")
-_BEGIN = re.compile(r"(?:\A|</think>)\s*(?:<\|python_start\|>\s*)?(\[\s*[A-Za-z_][\w.]*\()")
+_BEGIN = re.compile(r"\s*(?:<\|python_start\|>\s*)?(\[\s*[A-Za-z_][\w.]*\()")
 _JSON_NAMES = {"true": True, "false": False, "null": None}  # chat templates write what is nested as JSON
 _UNREADABLE = (SyntaxError, ValueError, RecursionError, MemoryError)  # that ast raises for the text of a policy
 
@@ -29,7 +30,13 @@ def _read_marked(written: str) -> list[ToolCall]:
 
 def _whole_turn(text: str) -> list[Found]:
     """Finds a list of calls with which a turn begins behind its thoughts; any other text is plain text."""
-    begin = _BEGIN.search(text)
+    _, mark, answer = text.partition(THOUGHT[1])
+    found = _list_at(text, len(text) - len(answer)) if mark else []
+    return found or without_drafts(text, _list_at(text, 0))  # an argument may contain </think>
+
+
+def _list_at(text: str, index: int) -> list[Found]:
+    begin = _BEGIN.match(text, index)
     if begin is None:
         return []
     start, stop = begin.start(1), text.rfind("]") + 1
@@ -41,7 +48,9 @@ def _whole_turn(text: str) -> list[Found]:
 
 def _read(written: str) -> list[ToolCall]:
     """Reads a list of calls; nothing of it runs."""
-    tree = ast.parse(written.strip(), mode="eval").body
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of escapes such as \d, which stay as they are
+        tree = ast.parse(written.strip(), mode="eval").body
     return [_call(item) for item in (tree.elts if isinstance(tree, ast.List) else [tree])]
 
 

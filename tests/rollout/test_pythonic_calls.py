@@ -30,6 +30,10 @@ def marked(written: str) -> str:
         ("<think>[now()]</think>\n[add(a=1, b=[2])]", [ADD], "<think>[now()]</think>\n"),
         (f"<think>{marked('[now()]')}</think>{marked('[add(a=1, b=[2])]')}", [ADD], None),
         ("<think>[now()]</think>No.", [], "<think>[now()]</think>No."),
+        # The chat template may have written the <think>.
+        ("[now()] or [add(a=1)]?</think>[add(a=1, b=[2])]", [ADD], "[now()] or [add(a=1)]?</think>"),
+        ("[now()]</think>No.", [], "[now()]</think>No."),
+        ("[say(x='</think>[now()]')]", [ToolCall("say", {"x": "</think>[now()]"})], ""),
         ("In Python, [print(1)] is a list.", [], "In Python, [print(1)] is a list."),
         ("[print(1)]", [], "[print(1)]"),  # no name of an argument
         ("[add(a=1), 2]", [], "[add(a=1), 2]"),
@@ -43,11 +47,13 @@ def test_calls_and_what_is_left(text: str, calls: list[ToolCall], rest: str | No
     assert rest is None or left == rest
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("written", "value"),
     [
         (r"'it\'s\n\"so\"'", 'it\'s\n"so"'),
         ("'a]b<|im_end|>'", "a]b<|im_end|>"),
+        (r"'\d+'", r"\d+"),  # of which Python warns
         ("-1.5", -1.5),
         ("None", None),
         ("True", True),
