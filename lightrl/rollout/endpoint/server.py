@@ -91,7 +91,7 @@ class Endpoint:
         self._max_model_len: int | None = None
         self._others: tuple[str, ...] = ()  # the engine's adapters besides the policy's, offered as models
         self._has_warned = False
-        self._has_warned_of_fields = False
+        self._warned_of: set[str] = set()  # fields of requests
         self.routes: list[tuple[str, str, Handler]] = []  # further routes: method, path, handler
         self.loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -247,9 +247,10 @@ class Endpoint:
         return requests.without_temperature(wish)
 
     def _warn_of_unknown(self, unknown: list[str]) -> None:
-        if not unknown or self._has_warned_of_fields:
+        unknown = [text for text in unknown if text.partition("=")[0] not in self._warned_of]
+        if not unknown:
             return
-        self._has_warned_of_fields = True
+        self._warned_of.update(text.partition("=")[0] for text in unknown)
         logger.warning(
             "An agent's requests have fields that the endpoint ignores: %s. Variables of the chat template, such as "
             "enable_thinking, are given by --data.chat_template_args.",
