@@ -210,6 +210,13 @@ def models_of(config: RunConfig) -> Models:
 
 
 def _read_config(path: str, trust_remote_code: bool) -> Any:
+    found = _config_at(path, trust_remote_code)
+    if not hasattr(found.get_text_config(), "num_attention_heads"):
+        raise ValueError(f"A plan counts what attention needs, and type {found.model_type!r} has no attention heads.")
+    return found
+
+
+def _config_at(path: str, trust_remote_code: bool) -> Any:
     path = str(builtin_model_path()) if path == BUILTIN_MODEL else path
     if not path.endswith(".json"):
         try:

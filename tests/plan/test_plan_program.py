@@ -122,5 +122,13 @@ def test_a_model_that_a_run_would_refuse_is_refused(tmp_path: Path, capsys: pyte
         assert re.search(wanted, capsys.readouterr().err)
 
 
+def test_a_model_without_attention_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba2"}))
+    with pytest.raises(SystemExit) as end:
+        main(["plan", "grpo", "--ranks", "1", "--model", str(tmp_path / "config.json")])
+    assert end.value.code == 2
+    assert "counts what attention needs, and type 'mamba2' has no attention heads" in capsys.readouterr().err
+
+
 def test_sizes() -> None:
     assert [parse_size(text) for text in ("24GB", "1.5 MiB", "80gib")] == [24e9, 1.5 * 2**20, 80 * 2**30]
