@@ -118,7 +118,7 @@ class LoraConfig:
         if self.others:
             check_others(self)
         if self.path and self.rank:
-            raise ValueError("--lora.path comes with its own rank: leave --lora.rank out, or --lora.path for a new one.")
+            raise ValueError("--lora.path comes with its own rank: leave out --lora.rank, or --lora.path for new ones.")
 
 
 @dataclass(kw_only=True, slots=True)
