@@ -14,7 +14,6 @@ PATCHES = {  # modules of other libraries, which offer no subclass or hook for i
     "exact/policy.py": "layers with an adapter, which the engine merges before the product",
     "models/per_sequence.py": "decoders whose layers carry a state, which run each sequence apart",
     "models/policy.py": "modules whose randomness is off whatever train() says",
-    "plan/activations.py": "modules that are measured and not run",
     "strategy/computation.py": "models under autocast, and blocks that are compiled, as torch has it",
     "strategy/layout/zero.py": "a model whose output DeepSpeed's hooks must see as a tuple",
 }

@@ -22,7 +22,7 @@ from lightrl.plan.split import split_over
 from lightrl.plan.trees import paper_tree, saved_by, share_on_paper
 from lightrl.records import PackedBatch
 from lightrl.sharing.tree import with_tree
-from lightrl.strategy.computation import enable_gradient_checkpointing
+from lightrl.strategy.computation import compute_in_bfloat16, enable_gradient_checkpointing
 from lightrl.strategy.fsdp import transformer_blocks
 
 Computation = Literal["float32", "autocast", "bfloat16"]  # with bfloat16, weights come in it, as FSDP gathers them
@@ -100,7 +100,7 @@ def _measured(model: Model, pack: PackShape, num_layers: int, settings: Settings
         if computation == "bfloat16" or is_mixture:
             to_half(module)
         elif computation == "autocast":
-            module.forward = torch.autocast("cpu", dtype=torch.bfloat16)(module.forward)
+            compute_in_bfloat16(module, torch.device("cpu"))
         if tree is not None:
             share_on_paper(module, is_copied=settings.on_accelerator)
         batch = paper_batch(pack) if tree is None else with_tree(paper_batch(pack), tree)

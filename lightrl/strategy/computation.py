@@ -6,8 +6,14 @@ such as the gathers of FSDP, run outside the wrapped function.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import os
+import re
 import shutil
+import textwrap
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +23,7 @@ from transformers import AttentionInterface
 from lightrl.models.packed_attention import ATTENTION_NAME, packed_attention
 
 _COMPILED = "_forward_is_compiled"
+_IN_FLOAT32 = re.compile(r"\.float\(\)$|\.(to|type)\((dtype=)?torch\.float(32)?\)$")  # the end of a cast
 
 
 def check_compiler(device: torch.device) -> None:
@@ -59,8 +66,39 @@ def use_deterministic_kernels() -> None:
 
 
 def compute_in_bfloat16(model: nn.Module, device: torch.device) -> None:
-    """Runs the forward in bfloat16, as under FSDP's mixed precision; the parameters keep their type."""
+    """Runs the forward in bfloat16, as under FSDP's mixed precision; the parameters keep their type.
+
+    autocast would also run F.linear(x.float(), weight.float()) in bfloat16, as many routers have it. Modules that cast
+    in this way run without autocast.
+    """
+    for module in model.modules():
+        products, called = _products_of(type(module).forward)
+        if products and all(products) and not any(_has_parameters(getattr(module, name, None)) for name in called):
+            module.forward = torch.autocast(device.type, enabled=False)(module.forward)
     model.forward = torch.autocast(device.type, dtype=torch.bfloat16)(model.forward)
+
+
+@cache
+def _products_of(forward: Callable[..., Any]) -> tuple[tuple[bool, ...], frozenset[str]]:
+    """Reads a forward: whether each F.linear has a weight cast to float32, and the attributes called."""
+    try:
+        source = inspect.getsource(forward)
+    except (OSError, TypeError):  # written in C, or in a session
+        return (), frozenset()
+    calls = [node for node in ast.walk(ast.parse(textwrap.dedent(source))) if isinstance(node, ast.Call)]
+    names = [ast.unparse(call.func) for call in calls]
+    weights = [
+        ast.unparse(call.args[1]) if len(call.args) > 1 else ""
+        for call, name in zip(calls, names, strict=True)
+        if name.endswith(("F.linear", "functional.linear"))
+    ]
+    called = frozenset(name.removeprefix("self.") for name in names if re.fullmatch(r"self\.\w+", name))
+    return tuple(_IN_FLOAT32.search(weight) is not None for weight in weights), called
+
+
+def _has_parameters(part: Any) -> bool:
+    """Returns whether a part would meet parameters in float32, which do not fit its input without autocast."""
+    return isinstance(part, nn.Module) and next(part.parameters(), None) is not None
 
 
 def enable_gradient_checkpointing(model: Any) -> None:

@@ -8,17 +8,34 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.config
+import transformers
 from torch import nn
+from torch.nn import functional as F
 from torch.testing import assert_close
 
 from lightrl.config import GRPOConfig, LoraConfig, StrategyOptions, parse_config
 from lightrl.models import lora
 from lightrl.strategy import create_strategy
-from lightrl.strategy.computation import check_compiler, compile_blocks, enable_gradient_checkpointing
+from lightrl.strategy.computation import (
+    check_compiler,
+    compile_blocks,
+    compute_in_bfloat16,
+    enable_gradient_checkpointing,
+)
 from lightrl.strategy.torch_native import SingleStrategy
 from lightrl.testing.tiny_training import make_batch, parameters, samples, sgd, tiny_policy, train, trainable
+from tests.programs.tiny_moe import CONFIGS, DEEPSEEK, NUM_EXPERTS, SHAPE
 
 STEPS = 4
+LATENT = {**SHAPE, **DEEPSEEK, "first_k_dense_replace": 0}
+ROUTED = {**SHAPE, "n_routed_experts": NUM_EXPERTS, "moe_intermediate_size": 16, "first_k_dense_replace": 0}
+IN_FLOAT32: dict[str, Any] = {
+    "deepseek_v2": lambda: transformers.DeepseekV2Config(**LATENT),
+    "deepseek_v3": CONFIGS["deepseek_v3"],
+    "dots1": lambda: transformers.Dots1Config(**ROUTED, n_shared_experts=1),
+    "ernie4_5_moe": lambda: transformers.Ernie4_5_MoeConfig(**SHAPE, moe_num_experts=NUM_EXPERTS, moe_k=2),
+    "glm4_moe": lambda: transformers.Glm4MoeConfig(**ROUTED),
+}
 
 
 def strategy_with(**options: Any) -> SingleStrategy:
@@ -93,3 +110,49 @@ def test_what_cannot_be_compiled_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     pytest.importorskip("deepspeed")
     with pytest.raises(ValueError, match="--compile does not go with --strategy deepspeed"):
         create_strategy(parse_config(GRPOConfig, ["--strategy", "deepspeed", "--compile", "True"]))
+
+
+@pytest.mark.parametrize("family", IN_FLOAT32)
+def test_routers_that_ask_for_float32_compute_in_it_under_bfloat16(family: str) -> None:
+    torch.manual_seed(0)
+    model: Any = transformers.AutoModelForCausalLM.from_config(IN_FLOAT32[family]())
+    routers = [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
+    found: list[tuple[Any, Any]] = []
+    for router in routers:
+        torch.nn.init.normal_(router.weight)
+        router.register_forward_hook(lambda module, args, output: found.append((module, (args[0], output[0]))))
+    compute_in_bfloat16(model, torch.device("cpu"))
+    logits = model(torch.arange(16)[None]).logits
+    assert logits.dtype == torch.bfloat16  # the rest of the model
+    assert len(found) == len(routers) > 0
+    for router, (hidden, output) in found:
+        wanted = F.linear(hidden.float(), router.weight).view(-1, NUM_EXPERTS)
+        # Logits of about 6, which bfloat16 rounds by up to 1e-2.
+        assert_close(output.view(-1, NUM_EXPERTS), wanted, atol=1e-5, rtol=0)
+    logits.float().logsumexp(-1).sum().backward()
+    assert all(router.weight.grad.abs().sum() > 0 for router in routers)
+
+
+class _Mixed(nn.Module):
+    """Casts for one product only, so that autocast must stay on for the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 3))
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden.float(), self.weight.float()) + self.inner(hidden.bfloat16())
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral", "olmoe"])
+def test_routers_that_ask_for_nothing_compute_in_bfloat16(family: str) -> None:
+    model: Any = transformers.AutoModelForCausalLM.from_config(CONFIGS[family]())
+    compute_in_bfloat16(model, torch.device("cpu"))
+    assert [name for name, module in model.named_modules() if "forward" in module.__dict__] == [""]
+
+
+def test_a_module_that_calls_layers_with_weights_stays_under_autocast() -> None:
+    module = nn.Sequential(_Mixed())
+    compute_in_bfloat16(module, torch.device("cpu"))
+    assert module(torch.ones(2, 3)).dtype == torch.bfloat16
