@@ -5,8 +5,9 @@ lightrl's own trainers give each prompt a SamplingParams with its seed, and neve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from numbers import Integral, Real
 from typing import Any
 
 from lightrl.engines.base import SamplingParams
@@ -64,11 +65,26 @@ _IGNORED = {
 # Settings that lightrl does not have, with the values at which they change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"min_p": (0,), "best_of": (1,), "length_penalty": (1,)}
 _EVERYTHING = 10_000_000  # a top_k that means no limit: more tokens than any vocabulary has
+# What the fields of SamplingParams take, by their annotation. NumPy's numbers are among these.
+_TAKEN: dict[str, tuple[type, str]] = {
+    "int": (Integral, "a whole number"),
+    "int | None": (Integral, "a whole number"),
+    "float": (Real, "a number"),
+    "bool": (bool, "True or False"),
+    "str": (str, "a text"),
+    "tuple[int, ...]": (Integral, "a list of whole numbers"),
+    "tuple[str, ...]": (str, "a text or a list of texts"),
+}
 
 
 def as_params(given: Any) -> SamplingParams:
-    """Returns lightrl's parameters for a dict, or for an object such as vLLM's own SamplingParams."""
+    """Returns lightrl's parameters for a dict, or for an object such as vLLM's own SamplingParams.
+
+    Raises TypeError for a value of another type, and ValueError for one out of range or a setting without a use here.
+    """
     if isinstance(given, SamplingParams):
+        for name in given.__dataclass_fields__:
+            _require_type(name, name, getattr(given, name))
         return given
     settings = dict(given) if isinstance(given, Mapping) else _settings_of(given)
     greedy = settings.pop("greedy", False) or settings.pop("do_sample", None) is False  # in transformers
@@ -76,6 +92,7 @@ def as_params(given: Any) -> SamplingParams:
     for name, value in settings.items():
         own = _RENAMED.get(name, name)
         if own in SamplingParams.__dataclass_fields__:
+            _require_type(name, own, value)
             known[own] = value
         elif name not in _IGNORED and value not in (None, False, [], {}, (), *_NEUTRAL.get(name, ())):
             unknown.append(f"{name}={value!r}")
@@ -107,6 +124,26 @@ def _settings_of(given: Any) -> dict[str, Any]:
         for name in names
         if not name.startswith("_") and (name in kept or getattr(given, name) != getattr(fresh, name))
     }
+
+
+def _require_type(name: str, own: str, value: Any) -> None:
+    """Raises TypeError for a setting of a type with which an engine would fail or draw by other settings.
+
+    `own` is lightrl's word for `name`. None stands for the default.
+    """
+    annotation = str(SamplingParams.__dataclass_fields__[own].type)
+    kind, words = _TAKEN[annotation]
+    if annotation.startswith("tuple") and not isinstance(value, str):
+        is_right = isinstance(value, Collection) and all(_is_of(kind, item) for item in value)
+    else:
+        is_right = _is_of(kind, value)
+    if value is not None and not is_right:
+        raise TypeError(f"{name} is {value!r}: it must be {words}.")
+
+
+def _is_of(kind: type, value: Any) -> bool:
+    """Returns whether a value is of a kind; True and False are no numbers."""
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
 def _in_our_form(known: dict[str, Any]) -> dict[str, Any]:

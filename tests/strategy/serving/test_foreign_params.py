@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lightrl.engines.base import SamplingParams
@@ -96,6 +97,27 @@ def test_parameters_in_the_words_of_others() -> None:
     ):
         with pytest.raises(ValueError, match=text):
             as_params(given)
+
+
+def test_values_of_another_type_are_refused() -> None:
+    for given, text in (
+        ({"top_k": 2.5}, "top_k is 2.5: it must be a whole number"),
+        ({"max_tokens": "4"}, "max_tokens is '4': it must be a whole number"),
+        ({"n": True}, "n is True: it must be a whole number"),
+        ({"seed": "1"}, "seed is '1': it must be a whole number"),
+        ({"temperature": "1"}, "temperature is '1': it must be a number"),
+        ({"top_p": [0.9]}, r"top_p is \[0.9\]: it must be a number"),
+        ({"ignore_eos": 1}, "ignore_eos is 1: it must be True or False"),
+        ({"stop": ["a", 3]}, r"stop is \['a', 3\]: it must be a text or a list of texts"),
+        ({"stop_token_ids": 5}, "stop_token_ids is 5: it must be a list of whole numbers"),
+        ({"stop_token_ids": "5"}, "stop_token_ids is '5': it must be a list of whole numbers"),
+        (Theirs(max_tokens=2.0), "max_tokens is 2.0: it must be a whole number"),
+        (SamplingParams(top_k=2.5), "top_k is 2.5: it must be a whole number"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError, match=text):
+            as_params(given)
+    numbers = {"max_tokens": np.int64(3), "temperature": np.float32(0.5), "top_p": 1, "stop_token_ids": {7}}
+    assert as_params(numbers) == SamplingParams(max_new_tokens=3, temperature=0.5, stop_token_ids=(7,))
 
 
 @pytest.mark.engine
