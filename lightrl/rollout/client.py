@@ -94,7 +94,7 @@ class EngineClient:
         max_new_tokens: int | None = None,
         temperature: float | None = None,
         stop_token_ids: Sequence[int] = (),
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         call: int | None = None,
         adapter: str = POLICY,
     ) -> Turn:
@@ -105,7 +105,7 @@ class EngineClient:
             max_new_tokens: Largest number of tokens in the turn; None: as many as there is room for.
             temperature: Sampling temperature; None: the run's. A turn at another temperature cannot be trained on.
             stop_token_ids: Tokens that end the turn, in addition to the model's own.
-            stop: Texts that end the turn, in addition to the run's. The token that completes one is the turn's last.
+            stop: Texts (or one) that end the turn besides the run's. The token that completes one is the turn's last.
             call: Replaces the number of the call in the seed of the draw; 0 draws what a first call would.
             adapter: Who speaks: the policy, "base" for the model without adapters, or a name of --lora.others. Only a
                 turn of the policy can be trained on; pass the token_ids of others to Episode.hear().
@@ -125,8 +125,8 @@ class EngineClient:
             temperature=self._sampling.temperature if temperature is None else temperature,
             seed=mix_seed(_TURN_STREAM, self._seed, number) if number else self._seed,
             first_sample=self.sample_index,
-            stop_token_ids=(*self._sampling.stop_token_ids, *stop_token_ids, *self._ends(stop)),
-            stop=(*self._sampling.stop, *stop),
+            stop_token_ids=(*self._sampling.stop_token_ids, *stop_token_ids, *self._ends(_texts(stop))),
+            stop=(*self._sampling.stop, *_texts(stop)),
             adapter=adapter,
         )
         prompt = EnginePrompt(token_ids=tuple(ids))
@@ -275,6 +275,11 @@ def _text_behind_text(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> 
             "cannot go on. Use a template that keeps it."
         )
     return behind
+
+
+def _texts(stop: str | Sequence[str]) -> Sequence[str]:
+    """Returns a list of stop strings; the characters of a single text are none."""
+    return (stop,) if isinstance(stop, str) else stop
 
 
 def _text_behind_calls(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:

@@ -73,6 +73,8 @@ def test_a_turn_ends_at_stop_strings_of_the_run_and_of_the_call() -> None:
     asyncio.run(client(recorder).generate([1], stop=("</tool>", "+"), stop_token_ids=[2]))
     assert recorder.asked[0].stop == ("=", "</tool>", "+")
     assert recorder.asked[0].stop_token_ids == (2, 12)  # "+" is one token, at which an engine can end at once
+    asyncio.run(client(recorder).generate([1], stop="</tool>"))  # its characters are no stop strings
+    assert recorder.asked[1].stop == ("=", "</tool>")
 
 
 def test_calls_draw_apart_and_samples_by_their_index() -> None:
