@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import sys
+from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from contextvars import copy_context
 from typing import Any, TypeVar
 
@@ -15,6 +17,7 @@ from lightrl.rewards.async_scoring import is_in_a_loop, new_event_loop, run_unti
 Result = TypeVar("Result")
 
 _CLOSING_S = 10.0  # how long tasks that go on although they are cancelled may hold up the end
+_PARTS = 20  # of a time limit
 
 
 def run_to_its_end(main: Coroutine[Any, Any, Result]) -> Result:
@@ -53,3 +56,34 @@ def _in_a_thread(main: Coroutine[Any, Any, Result]) -> Result:
 
     with ThreadPoolExecutor(1, thread_name_prefix="episodes") as pool:
         return pool.submit(run).result()
+
+
+@contextmanager
+def awaited_in_time(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError in the body, where it awaits, after the given number of seconds.
+
+    The body stays in its task, which libraries such as anyio demand of what they have opened there. The time is
+    measured in parts, so that time in which the loop stands still, as while a model trains, does not count.
+    """
+    loop, task, left = asyncio.get_running_loop(), asyncio.current_task(), _PARTS
+    assert task is not None
+    timer: asyncio.TimerHandle
+
+    def ring() -> None:
+        nonlocal timer, left
+        left -= 1
+        if left <= 0:  # and again with each further part, for code that swallows it
+            task.cancel()
+        timer = loop.call_later(seconds / _PARTS, ring)
+
+    timer = loop.call_later(seconds / _PARTS, ring)
+    try:
+        yield
+    except asyncio.CancelledError as error:
+        if left > 0:  # somebody else has cancelled the task
+            raise
+        if sys.version_info >= (3, 11):
+            task.uncancel()
+        raise TimeoutError(f"no result after {seconds:g} s") from error
+    finally:
+        timer.cancel()

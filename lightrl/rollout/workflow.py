@@ -13,11 +13,14 @@ from lightrl.data.json_records import LocatedRecord
 from lightrl.imports import load_object
 from lightrl.models.chat_text import tools_of
 from lightrl.records import Prompt
+from lightrl.rewards.time_limit import time_limit
 from lightrl.rollout.client import EngineClient
 from lightrl.rollout.episode import Episode
-from lightrl.rollout.event_loop import run_to_its_end
+from lightrl.rollout.event_loop import awaited_in_time, run_to_its_end
 
 logger = logging.getLogger(__name__)
+
+_CLOSING_S = 30.0  # time limit of an environment's close()
 
 BUILTIN_WORKFLOWS = {
     "environment": "lightrl.rollout.workflow:EnvironmentWorkflow",
@@ -108,7 +111,7 @@ class EnvironmentWorkflow(Workflow):
             await self._close(environment, episode)
 
     async def _close(self, environment: Any, episode: Episode | None) -> None:
-        """Closes the environment. An error in close() is counted and logged, and the episode stays as it is."""
+        """Closes the environment. An error or time-out of close() is counted and logged, and changes no episode."""
         try:
             await _closed(environment)
         except Exception:
@@ -117,8 +120,9 @@ class EnvironmentWorkflow(Workflow):
             if not self._has_shown_close_error:
                 self._has_shown_close_error = True
                 logger.warning(
-                    "An environment could not be closed, and may keep what it uses, such as memory or processes. "
-                    "episode/close_errors counts such episodes.",
+                    "The environment %s could not be closed within %g s, and may keep what it uses, such as memory or "
+                    "processes. episode/close_errors counts such episodes.",
+                    *(type(environment).__name__, _CLOSING_S),
                     exc_info=True,
                 )
 
@@ -189,7 +193,10 @@ def _require_messages(observation: Any, source: str) -> Any:
 
 async def _closed(environment: Any) -> None:
     if hasattr(environment, "close"):
-        await _awaited(environment.close())
+        with time_limit(_CLOSING_S):
+            closing = environment.close()
+        with awaited_in_time(_CLOSING_S):
+            await _awaited(closing)
 
 
 async def _awaited(value: Any) -> Any:

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 import pytest
 import torch
 
-from lightrl.rollout.event_loop import run_to_its_end
+from lightrl.rollout.event_loop import awaited_in_time, run_to_its_end
 
 NAME: ContextVar[str] = ContextVar("NAME", default="")
 
@@ -80,7 +80,7 @@ def test_a_signal_whose_handler_exits_ends_a_loop_that_waits() -> None:
 def test_a_thread_that_never_returns_delays_neither_the_end_nor_that_of_the_process() -> None:
     program = """
 import asyncio, time
-from lightrl.rollout.event_loop import run_to_its_end
+from lightrl.rollout.event_loop import awaited_in_time, run_to_its_end
 
 async def main():
     asyncio.ensure_future(asyncio.to_thread(time.sleep, 3600))
@@ -135,3 +135,51 @@ def test_a_task_that_is_left_behind_can_clean_up() -> None:
 
     run_to_its_end(main())
     assert ended == ["cleaned up"]
+
+
+async def stubborn(seconds: float) -> list[str]:
+    seen = []
+    task = asyncio.current_task()
+    try:
+        with awaited_in_time(seconds):
+            try:
+                await asyncio.sleep(30)
+            except asyncio.CancelledError:
+                seen.append("swallowed")
+            assert asyncio.current_task() is task
+            await asyncio.sleep(30)
+    except TimeoutError as error:
+        seen.append(str(error))
+    await asyncio.sleep(2 * seconds)  # no further cancellation
+    return seen
+
+
+@pytest.mark.timeout(30)
+def test_the_time_is_over_for_code_that_swallows_it_once() -> None:
+    assert asyncio.run(stubborn(0.1)) == ["swallowed", "no result after 0.1 s"]
+
+
+async def cancelled_from_outside() -> None:
+    running = asyncio.ensure_future(stubborn(30))
+    for _ in range(2):
+        await asyncio.sleep(0.01)
+        running.cancel()
+    await running
+
+
+@pytest.mark.timeout(30)
+def test_a_cancellation_by_others_is_no_time_out() -> None:
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancelled_from_outside())
+
+
+async def stands_still() -> str:
+    with awaited_in_time(0.5):
+        asyncio.get_running_loop().call_later(0.05, time.sleep, 1)
+        await asyncio.sleep(0.2)
+    return "in time"
+
+
+@pytest.mark.timeout(30)
+def test_time_in_which_the_loop_stands_still_does_not_count() -> None:
+    assert asyncio.run(stands_still()) == "in time"

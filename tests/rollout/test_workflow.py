@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -183,6 +184,31 @@ def test_an_error_of_close_is_counted_and_keeps_the_episode(caplog: pytest.LogCa
         episode = asyncio.run(workflow.arun_episode(client(Recorder()), PROMPT))
         assert (episode.reward, episode.numbers) == (0.25, {"close_errors": 1.0})
     assert caplog.text.count("could not be closed") == caplog.text.count("OSError: still in use") == 1
+
+
+class Blocks(Count):
+    """Never closes: it waits in the loop, or outside of it."""
+
+    def close(self) -> Any:
+        return asyncio.sleep(600) if self.waits else time.sleep(600)
+
+    waits = False
+
+
+class Waits(Blocks):
+    waits = True
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["Blocks", "Waits"])
+def test_close_has_a_time_limit(name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("lightrl.rollout.workflow._CLOSING_S", 0.2)
+    workflow = EnvironmentWorkflow(environment=f"{HERE}{name}", length=1)
+    assert "cannot be closed" in caplog.text
+    for _ in range(2):
+        episode = asyncio.run(workflow.arun_episode(client(Recorder()), PROMPT))
+        assert (episode.reward, episode.numbers) == (0.25, {"close_errors": 1.0})
+    assert caplog.text.count(f"The environment {name} could not be closed within 0.2 s") == 1
 
 
 def test_an_error_of_close_hides_no_error_of_the_episode() -> None:
