@@ -91,6 +91,11 @@ class Episode:
         self._add(token_ids, False, (0.0,) * len(token_ids), (version,) * len(token_ids))
         self._only_text = None
 
+    def end_at_max_turns(self) -> None:
+        """Records that no further turn is allowed; an episode whose last turn was cut off stays a truncated one."""
+        if self.finish_reason != "length":
+            self.finish_reason = "turns"
+
     def earn(self, reward: float) -> None:
         """Adds the reward that the last turn has earned to the episode's reward (--algorithm.reward_at turns)."""
         if not self.turns:

@@ -75,7 +75,7 @@ class MultiTurnWorkflow(Workflow):
                 break
             heard = engine.encode_reply(reply, after=turn)
             if num_turns == engine.limits.max_turns:
-                episode.finish_reason = "turns"
+                episode.end_at_max_turns()
             elif engine.room([*episode.ids, *heard]) < 1:
                 episode.finish_reason = "context"
                 break

@@ -90,7 +90,7 @@ class ToolWorkflow(Workflow):
             if not calls:
                 break
             if num_turns == engine.limits.max_turns:
-                episode.finish_reason = "turns"
+                episode.end_at_max_turns()
                 break
             heard = engine.encode_messages(await self._answers(calls, episode), after=turn)
             if engine.room([*episode.ids, *heard]) < 1:

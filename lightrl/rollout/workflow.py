@@ -139,7 +139,7 @@ class EnvironmentWorkflow(Workflow):
             messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
             heard = engine.encode_messages(_require_messages(messages, "step(action)"), after=turn)
             if num_turns == engine.limits.max_turns:
-                episode.finish_reason = "turns"
+                episode.end_at_max_turns()
             elif engine.room([*episode.ids, *heard]) < 1:
                 episode.finish_reason = "context"
                 return

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lightrl.builtin.model import builtin_tokenizer
-from lightrl.records import Prompt
+from lightrl.records import FinishReason, Prompt
 from lightrl.rollout.episode import Episode, Turn
 
 
@@ -143,3 +143,12 @@ def test_a_number_cannot_have_the_name_of_a_metric_of_the_run() -> None:
     for name in ("turns", "failed"):
         with pytest.raises(ValueError, match=f"episode/{name} is a metric of the run itself"):
             episode.count(name)
+
+
+@pytest.mark.parametrize(("last", "wanted"), [("stop", "turns"), ("length", "length")])
+def test_an_episode_without_turns_left_is_truncated_if_its_last_turn_is(last: FinishReason, wanted: str) -> None:
+    episode = Episode([1])
+    for reason in ("length", last):  # only the last turn decides
+        episode.say(Turn(token_ids=(2,), logprobs=(0.0,), versions=(0,), finish_reason=reason, text=""))
+    episode.end_at_max_turns()
+    assert episode.finish_reason == wanted

@@ -72,6 +72,7 @@ def test_a_wrong_answer_is_tried_again() -> None:
     assert play("42", discount=0.5).reward == 1.0
     assert play("41", "41", "41", "41").reward == 0.0
     assert play("41", "41", "41", "41").finish_reason == "turns"
+    assert play("41", limits={"max_turns": 1}).finish_reason == "turns"
 
 
 def test_feedback_without_tokens_is_refused_before_the_run() -> None:

@@ -112,5 +112,8 @@ def _episode(line: Sequence[Call]) -> Episode:
     for call in line:
         episode.hear(call.prompt_ids[len(episode.prompt_ids) + len(episode.response_ids) :])
         episode.say(call.turn)
-    episode.finish_reason = line[-1].limit or episode.finish_reason
+    if line[-1].limit == "turns":
+        episode.end_at_max_turns()
+    elif line[-1].limit:
+        episode.finish_reason = line[-1].limit
     return episode

@@ -20,6 +20,7 @@ from endpoint_scripts import (
 from tokenizers import AddedToken
 
 from lightrl.data.prompts import build_prompts
+from lightrl.records import FinishReason
 from lightrl.rollout.endpoint.errors import RequestError
 from lightrl.rollout.endpoint.session import Session, Wish
 from lightrl.rollout.tool_parsers import PARSERS
@@ -183,12 +184,12 @@ def test_limits_are_errors_that_say_so() -> None:
 
 
 def test_a_conversation_that_reaches_a_limit_has_its_finish_reason() -> None:
-    async def run(more: str, **limits: int) -> list[str]:
+    async def run(more: str, first: FinishReason = "stop", **limits: int) -> list[str]:
         made, _ = session(**limits)
         chat, _ = session_callers(made, TOKENIZER)
         asked: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
         message = (await chat({"messages": asked}))["choices"][0]["message"]
-        made.conversations.calls[0].turn = replace(made.conversations.calls[0].turn, finish_reason="stop")
+        made.conversations.calls[0].turn = replace(made.conversations.calls[0].turn, finish_reason=first)
         with pytest.raises(RequestError):
             await chat({"messages": [*asked, message, {"role": "user", "content": more}]})
         before = [episode.finish_reason for episode in made.episodes()]
@@ -197,6 +198,7 @@ def test_a_conversation_that_reaches_a_limit_has_its_finish_reason() -> None:
         return [*before, *(episode.finish_reason for episode in made.episodes())]
 
     assert asyncio.run(run("a", max_turns=1)) == ["turns", "turns"]
+    assert asyncio.run(run("a", "length", max_turns=1)) == ["length", "length"]  # its last turn was cut off
     assert asyncio.run(run("+" * 300, max_tokens=200)) == ["context", "length"]
 
 
