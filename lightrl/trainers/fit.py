@@ -17,7 +17,7 @@ from itertools import chain
 from operator import methodcaller
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
 from rich.console import Console
@@ -149,10 +149,10 @@ class Trainer(ABC):
 
     def close(self) -> None:
         """Ends the observers and the engine, leaves the process group, and gives up the run's folder."""
-        for observer in self.observers:
-            observer.close()
-        self.strategy.close()
+        for part in list[Any]((*self.observers, self.strategy)):
+            part.close()
         disown(self.folder.root)
+        vars(self).update(dict.fromkeys(("fit", "step", "evaluate"), _refuse_closed))
 
     @cached_property
     def bad_steps(self) -> BadSteps:
@@ -250,6 +250,14 @@ def observers(config: RunConfig) -> tuple[str, ...]:
 def _is_on(option: str, config: RunConfig) -> bool:
     section, _, name = option.rpartition(".")
     return bool(getattr(getattr(config, section, None) if section else config, name, False))
+
+
+def _refuse_closed(*_: Any, **__: Any) -> NoReturn:
+    """Stands for the methods of a trainer that has been closed."""
+    raise RuntimeError(
+        "The trainer is closed: its engine, its process group and its folder are given up. Evaluate before close(), or "
+        "make a new trainer; one with the same output_dir and resume='auto' continues the run."
+    )
 
 
 def _ignored_options(trainer: Trainer) -> ValueError:

@@ -69,6 +69,10 @@ def test_a_tokenizer_without_an_end_token_is_told(toy: Path, offline_flags: Opti
     trainer = SFTTrainer(config)
     trainer.close()
     assert trainer.batches.endswith("the tokenizer has no end token (eos_token), so nothing teaches the model to stop")
+    for method in (trainer.fit, trainer.step, trainer.evaluate):
+        with pytest.raises(RuntimeError, match=r"The trainer is closed: .* Evaluate before close\(\), or make a new"):
+            method()
+    trainer.close()  # a second time changes nothing
 
 
 @pytest.mark.parametrize(("trainer", "config"), [(SFTTrainer, SFTConfig), (DPOTrainer, DPOConfig)])
