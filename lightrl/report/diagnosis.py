@@ -14,6 +14,7 @@ from lightrl.config.health_section import GroupHealthConfig, RolloutHealthConfig
 from lightrl.report.run_files import RunFiles
 from lightrl.report.suspicion import paid_without_answer
 from lightrl.trainers.health import findings as findings_of_step
+from lightrl.wording import counted
 
 _FEWEST = 9  # steps that a trend needs
 _RUINED = "One update ruined the policy"
@@ -101,7 +102,7 @@ def _bad_steps(run: RunFiles) -> Iterator[_Bad]:
             steps.setdefault(name, []).append(row["step"])
             texts[name] = text
     for name, bad in sorted(steps.items(), key=lambda pair: -len(pair[1])):
-        title = f"{name} is bad in {len(bad)} steps ({_spans(bad)})"
+        title = f"{name} is bad in {counted(len(bad), 'step')} ({_spans(bad)})"
         yield _Bad(name, bad, Finding("warning", title, f"Last: {texts[name]}", name))
 
 

@@ -150,7 +150,7 @@
   }
   const several = [...groups.values()].filter((group) => group.length > 1);
   const equal = several.filter((group) => group.every((s) => s.reward === group[0].reward));
-  byId("groups-note").textContent = `${equal.length} of ${several.length} groups of which several samples are shown. ` +
+  byId("groups-note").textContent = `${equal.length} of ${several.length} group${several.length === 1 ? "" : "s"} of which several samples are shown. ` +
     "The curve reward/equal_groups counts all groups of a step; the list shows the newest 200 of the logged ones.";
   byId("equal").tBodies[0].replaceChildren(...equal.sort((a, b) => b[0].step - a[0].step).slice(0, 200).map((group) => {
     const row = element("tr");

@@ -19,6 +19,7 @@ from lightrl.strategy import StrategyBase
 from lightrl.trainers.fit import Trainer
 from lightrl.trainers.policy_step import PromptData, start_engine
 from lightrl.trainers.run import RunContext, load_start_policy
+from lightrl.wording import counted
 
 _NUM_SHOWN = 3  # number of responses shown on the terminal
 
@@ -83,7 +84,7 @@ class Evaluator(Trainer):
                 shown = {name: shorten(repr(row[name])) for name in ("prompt", "response", "answer")}
                 told = "  ".join(f"{name} {text}" for name, text in shown.items())
                 sys.stderr.write(f"{told}  reward {row['reward']}\n")
-            sys.stderr.write(f"All {len(lines)} responses: {root / 'responses.jsonl'}\n")
+            sys.stderr.write(f"{counted(len(lines), 'response')}: {root / 'responses.jsonl'}\n")
             sys.stdout.write(f"{text}\n")
         return metrics
 

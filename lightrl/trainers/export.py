@@ -13,6 +13,7 @@ from typing import Any
 
 from lightrl.trainers.model_card import write_card
 from lightrl.trainers.observer import Observer
+from lightrl.wording import counted
 
 _NEWS_S = 10.0  # between two words of rank 0 that it is still uploading
 
@@ -53,7 +54,7 @@ class Export(Observer):
             if self._comm.is_main:
                 write_card(folder, self._trainer.folder.root, self._config, step=step)
         if folder == self._trainer.folder.final:
-            self._push(folder, f"the model after {step} steps")
+            self._push(folder, f"the model after {counted(step, 'step')}")
 
     def _push(self, folder: Path, message: str) -> None:
         """Uploads a folder if the options ask for it; every rank must call it, and all wait for rank 0."""

@@ -37,6 +37,7 @@ from lightrl.trainers.earlier_run import last_step, read_rows
 from lightrl.trainers.hash_run import compared
 from lightrl.trainers.model_card import write_card
 from lightrl.trainers.turn_end import end_of_turn, stop_at
+from lightrl.wording import counted
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str]) -> int:
         write_card(target, run, config, step=done)
         print_text(f"model: {target}")
         if upload is not None:
-            print_text(f"uploaded: {upload(target, f'{done} steps')}")
+            print_text(f"uploaded: {upload(target, counted(done, 'step'))}")
     except (ValueError, OSError) as error:
         exit_with_user_error(error)
     return 0

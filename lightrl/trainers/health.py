@@ -15,6 +15,7 @@ from lightrl.comm import RankError
 from lightrl.records import ScoredGroup
 from lightrl.rollout.record import write_groups
 from lightrl.trainers.observer import Observer
+from lightrl.wording import counted
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +193,8 @@ class BadSteps(Observer):
                 write_groups(batches_of(root), step - 1, self._groups, rank=comm.rank, world=comm.world)
             replay = f" Its batch is in {batches_of(root)}: `lightrl replay {root} --step {step}` repeats it."
         reasons = " ".join(_capital(text) for _, text in sorted(self._found.items()))
-        told = f"{self.count} bad steps in a row, as many as --health.max_bad_steps allows. Step {step}: {reasons}"
+        told = f"{counted(self.count, 'bad step')} in a row, as many as --health.max_bad_steps allows. "
+        told += f"Step {step}: {reasons}"
         raise UnhealthyRunError(told + replay if comm.is_main else "the run was stopped; rank 0 says why")
 
 

@@ -15,6 +15,7 @@ from lightrl.config.options import as_dict
 from lightrl.strategy.saving.state_files import HASH_FILE
 from lightrl.trainers.earlier_run import read_rows
 from lightrl.trainers.loggers.attach import public_options
+from lightrl.wording import counted
 
 _SHOWN = ("eval/", "reward/mean", "loss", "accuracy", "margin", "kl", "entropy", "mismatch/max_abs")
 _OF_THE_MACHINE = ("output_dir", "resume", "config", "hub.", "log.", "export.", "distributed.", "checkpoint.")
@@ -41,7 +42,7 @@ def _card(config: Any, metrics: Mapping[str, float], step: int, weights: str) ->
     kind = type(config).__name__.removesuffix("Config")
     of = f" of `{config.model}`" if is_public else ""
     yield f"# {kind} training{of}\n"
-    yield f"Trained by lightrl {lightrl.__version__} for {step} steps.\n"
+    yield f"Trained by lightrl {lightrl.__version__} for {counted(step, 'step')}.\n"
     yield "## Metrics\n"
     yield "The last ones known when the model was saved; lightrl's docs/metrics.md explains each.\n"
     yield "| Metric | Value |\n|---|---|"

@@ -93,7 +93,7 @@ class ExampleData:
         skipped = f" ({self.num_skipped} too long, left out)" if self.num_skipped else ""
         return (
             f"{count} examples{skipped}, {config.batch_size} a step, on each of {world} rank(s) about {per_rank} in "
-            f"{micro}; {config.max_steps} steps, {num_drawn / count:.2f} epochs{self._unended()}"
+            f"{micro}; {config.max_steps} step(s), {num_drawn / count:.2f} epochs{self._unended()}"
         )
 
     def _unended(self) -> str:

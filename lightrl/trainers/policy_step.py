@@ -147,7 +147,7 @@ def describe_batches(config: RolloutConfig, world_size: int) -> str:
         f"{config.num_prompts} prompts x {config.group_size} samples = {config.samples_per_step} samples a step; "
         f"{config.num_epochs} epoch(s) x {config.num_minibatches} mini-batch(es) = "
         f"{config.optimizer_steps_per_step} optimizer step(s) of {per_update} samples; "
-        f"on each of {world_size} rank(s) about {per_rank} samples in {micro}; {config.max_steps} steps"
+        f"on each of {world_size} rank(s) about {per_rank} samples in {micro}; {config.max_steps} step(s)"
     )
 
 

@@ -14,6 +14,7 @@ from lightrl.trainers.fit import StepReport, Trainer
 from lightrl.trainers.policy_step import describe_rollout
 from lightrl.trainers.run import RunContext
 from lightrl.trainers.staleness import older_samples
+from lightrl.wording import counted
 
 
 def recorded(trainer_class: type[Trainer]) -> Callable[[RolloutConfig], Trainer]:
@@ -101,5 +102,6 @@ def _check_record(config: RolloutConfig) -> None:
         raise ValueError(f"--rollout.from {record} holds no record: give the folder that --rollout.record wrote.")
     if config.max_steps > count:
         raise ValueError(
-            f"--rollout.from {record} holds {count} steps, and --max_steps is {config.max_steps}: give at most {count}."
+            f"--rollout.from {record} holds {counted(count, 'step')}, and --max_steps is {config.max_steps}: "
+            f"give at most {count}."
         )

@@ -17,6 +17,7 @@ from lightrl.trainers.earlier_run import read_rows
 from lightrl.trainers.fit import StepReport, Trainer, run_program
 from lightrl.trainers.health import batches_of
 from lightrl.trainers.recorded import learn_from_record
+from lightrl.wording import counted
 
 _NOT_COMPARED = ("time/", "memory/", "sync/", "eval/", "step", "tokens/per_second")
 
@@ -121,7 +122,7 @@ def _metrics_of(run: Path, step: int) -> dict[str, Any]:
     rows = read_rows(run / "metrics.jsonl")
     last = max((int(row["step"]) for row in rows), default=0)
     if rows and step > last + 1:
-        told = f"--step {step}: {run} has {last} steps, so replay takes at most {last + 1}, the next one."
+        told = f"--step {step}: {run} has {counted(last, 'step')}, so replay takes at most {last + 1}, the next one."
         exit_with_user_error(ValueError(told))
     found: dict[str, Any] = next((row for row in reversed(rows) if row["step"] == step), {})
     return found

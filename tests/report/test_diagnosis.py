@@ -184,7 +184,7 @@ def test_a_reward_that_one_update_ruined() -> None:
         "mismatch__mean_abs": lambda step: float(step == 3),
     }
     run = a_run(lambda step: 0.4 if step < 20 else 0.02, {"lr": 0.5}, **stuck)
-    assert "mismatch/mean_abs is bad in 1 steps (3)" in titles(run)  # it came before, so it has a cause of its own
+    assert "mismatch/mean_abs is bad in 1 step (3)" in titles(run)  # it came before, so it has a cause of its own
     fell, cause = diagnose(run)[:2]
     assert fell.title.startswith("The reward fell after step ")
     assert cause.title == "One update ruined the policy"

@@ -98,7 +98,7 @@ def test_a_trainer_that_tells_of_no_groups_stops_without_a_batch_to_repeat(tmp_p
     strategy, folder = SimpleNamespace(comm=Comm()), SimpleNamespace(root=tmp_path)
     config = SimpleNamespace(health=GroupHealthConfig(max_bad_steps=1))
     health = BadSteps(SimpleNamespace(config=config, strategy=strategy, step_index=7, folder=folder))
-    with pytest.raises(UnhealthyRunError, match="1 bad steps in a row") as error:
+    with pytest.raises(UnhealthyRunError, match="1 bad step in a row") as error:
         health.see(GOOD | {"entropy": 0.0})
     assert "lightrl replay" not in str(error.value)
     health.after_rollouts([])

@@ -193,7 +193,7 @@ def test_the_scripts_train_on_what_is_built_in(
     flags = ["--model", str(toy / "model"), "--max_steps", "1", "--batch_size", "8", "--eval.max_examples", "8"]
     monkeypatch.setattr(sys, "argv", [script, *flags, "--output_dir", str(tmp_path / "run")])
     runpy.run_path(script, run_name="__main__")
-    wanted = "7588 examples, 8 a step, on each of 1 rank(s) about 8 in micro-batches of <= 16384 tokens; 1 steps"
+    wanted = "7588 examples, 8 a step, on each of 1 rank(s) about 8 in micro-batches of <= 16384 tokens; 1 step(s)"
     assert wanted in capsys.readouterr().out
     assert (tmp_path / "run" / "final" / "config.json").is_file()
 
