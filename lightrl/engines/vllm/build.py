@@ -64,7 +64,7 @@ def build_vllm_engine(
         )
         if varies_with_length(source.config):
             limit_vllm(source, arguments)
-        with host.buffers_kept_from_dummy_loader():
+        with host.buffers_kept_from_dummy_loader(), host.open_engines.one_more():
             return kind(
                 arguments,
                 source=source,

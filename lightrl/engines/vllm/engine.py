@@ -10,13 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lightrl.comm import found_world
 from lightrl.config.temperatures import require_drawable
 from lightrl.engines.base import (
     AnyPrompt,
@@ -80,8 +79,6 @@ class VLLMEngine(InferenceEngine):
 
     sleep_levels = (1, 2)
     wake_hint = "--engine_mem_fraction"
-    _num_open: ClassVar[int] = 0  # engines of this process, which share vLLM's process groups
-    _made_default_group: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -96,13 +93,10 @@ class VLLMEngine(InferenceEngine):
     ) -> None:
         from vllm import LLM
 
-        had_group = found_world().is_distributed
         self._llm: Any = LLM(**arguments)
         host.spare_process_group(self._llm)
         if arguments.get("enable_sleep_mode"):
             host.keep_unnamed_tensors(self._llm)
-        VLLMEngine._num_open += 1
-        VLLMEngine._made_default_group |= not had_group
         self._engine: Any = self._llm.llm_engine
         self._device = device
         self._group = group
@@ -391,10 +385,7 @@ class VLLMEngine(InferenceEngine):
         host.shut_down(self._llm)
         del self._llm, self._engine
         clear_caches()
-        VLLMEngine._num_open -= 1
-        if not VLLMEngine._num_open:
-            host.leave_groups(made_default_group=VLLMEngine._made_default_group)
-            VLLMEngine._made_default_group = False
+        host.open_engines.drop()
         self._scratch.cleanup()
 
     def _require_open(self, action: str) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightrl.comm import Comm
+from lightrl.comm import Comm, found_world
 
 _MADV_DONTNEED = 4
 _OWN_VARIABLES = "VLLM_"  # vLLM also reads these later
@@ -350,6 +350,35 @@ def shut_down(llm: Any) -> None:
     llm.llm_engine.engine_core.engine_core.scheduler.shutdown()
     llm.llm_engine.model_executor.driver_worker.shutdown()
     gc.unfreeze()
+
+
+class _OpenEngines:
+    """Counts the engines of this process, which share vLLM's process groups; the last one leaves them."""
+
+    def __init__(self) -> None:
+        self._num = 0
+        self._made_default_group = False
+
+    @contextmanager
+    def one_more(self) -> Iterator[None]:
+        """Counts the engine that the body makes; one that fails leaves nothing to the next."""
+        self._made_default_group |= not found_world().is_distributed
+        self._num += 1
+        try:
+            yield
+        except BaseException:
+            self.drop()
+            raise
+
+    def drop(self) -> None:
+        """Counts an engine that was closed or never completed."""
+        self._num -= 1
+        if not self._num:
+            leave_groups(made_default_group=self._made_default_group)
+            self._made_default_group = False
+
+
+open_engines = _OpenEngines()
 
 
 def leave_groups(*, made_default_group: bool) -> None:

@@ -22,7 +22,7 @@ from lightrl.engines.base import EnginePrompt, SamplingParams, WeightSyncError, 
 from lightrl.engines.colocated import ColocatedEngine
 from lightrl.engines.vllm.build import warn_of_many_threads
 from lightrl.engines.vllm.engine import VLLMEngine, _Sample
-from lightrl.engines.vllm.host import kv_storages, reloads_whole
+from lightrl.engines.vllm.host import kv_storages, open_engines, reloads_whole
 from lightrl.imports import is_installed
 from lightrl.models.multimodal import VIDEO_FPS, MediaProcessor, sequence_positions
 from lightrl.testing import EngineContract
@@ -411,6 +411,17 @@ def test_the_process_is_as_it_was(folders) -> None:
     engine.sleep()
     engine.close()
     assert [name for name, value in process_state().items() if before[name] != value] == []
+
+
+def test_an_engine_that_fails_to_start_leaves_nothing_to_the_next(folders) -> None:
+    source = load_tiny_model("tied", folders("tied"))
+    before = vars(open_engines).copy(), torch.distributed.is_initialized()
+    with pytest.raises(ValueError, match="memory"):
+        build(source, engine_args=("kv_cache_memory_bytes=8",))
+    assert (vars(open_engines), torch.distributed.is_initialized()) == before
+    engine = build(source, engine_args=("kv_cache_memory_bytes=8388608",))
+    engine.close()
+    assert (vars(open_engines), torch.distributed.is_initialized()) == before
 
 
 # ---- Images and videos
