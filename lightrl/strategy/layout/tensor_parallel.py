@@ -59,6 +59,12 @@ def check_splits(config: Any, *, tp_size: int, sp_size: int) -> None:
                 f"--tp_size cannot cut a model of type {config.model_type!r}: its activation_sparsity_pattern keeps "
                 "the largest of all columns of an MLP, and a rank has a part of them. Use --tp_size 1 for this one."
             )
+        if getattr(text, "clip_qkv", None) is not None:
+            raise ValueError(
+                f"--tp_size cannot cut a model of type {config.model_type!r} with clip_qkv {text.clip_qkv:g}: it clips "
+                "queries, keys and values in place, which torch refuses for parts of a tensor. Use --tp_size 1 for "
+                "this one."
+            )
         columns = text.intermediate_size  # Gemma 3n has a list, with an entry for each layer
         num_columns = math.gcd(*columns) if isinstance(columns, list | tuple) else columns
         _check_cuts(

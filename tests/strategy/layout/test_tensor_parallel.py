@@ -11,6 +11,7 @@ from transformers import (
     Gemma3nTextConfig,
     GPTNeoXConfig,
     LlamaConfig,
+    OlmoConfig,
     Phi3Config,
     PhiConfig,
     PreTrainedConfig,
@@ -75,6 +76,14 @@ def test_columns_that_are_compared_with_all_others_are_refused() -> None:
     )
     check_splits(config, tp_size=1, sp_size=2)
     with pytest.raises(ValueError, match="'gemma3n_text': its activation_sparsity_pattern keeps the largest"):
+        check_splits(config, tp_size=2, sp_size=1)
+
+
+def test_projections_that_are_clipped_in_place_are_refused() -> None:
+    check_splits(OlmoConfig(), tp_size=2, sp_size=1)
+    config = OlmoConfig(clip_qkv=8.0)
+    check_splits(config, tp_size=1, sp_size=2)
+    with pytest.raises(ValueError, match="cannot cut a model of type 'olmo' with clip_qkv 8: it clips queries"):
         check_splits(config, tp_size=2, sp_size=1)
 
 
