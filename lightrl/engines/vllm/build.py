@@ -40,6 +40,7 @@ def build_vllm_engine(
     if source is None:
         raise ValueError("The vllm engine needs the actor: setup_inference_engine(args, 'vllm', actor=actor).")
     require_vllm(device)
+    check_model_type(source.config.get_text_config().model_type)
     host.set_defaults(device)
     job = group.comm.broadcast_object(uuid.uuid4().hex[:12])
     scratch = tempfile.TemporaryDirectory(prefix="lightrl-vllm-")
@@ -51,6 +52,7 @@ def build_vllm_engine(
         if device.type == "cpu":
             warn_of_many_threads(group.comm.world)
             check_head_size(source)
+            check_recurrent_layers(source.config.get_text_config(), options.dtype)
             host.adapt_cpu(job)
             host.register_in_process(architecture_of(source))
         arguments = llm_arguments(
@@ -108,6 +110,15 @@ def warn_of_many_threads(num_ranks: int) -> None:
         )
 
 
+def check_model_type(model_type: str) -> None:
+    """Raises ValueError for a type of model whose weights vLLM would take or compute otherwise than transformers."""
+    if model_type == "ernie4_5_moe":  # its routers: biases under another name, and other logprobs even under that
+        raise ValueError(
+            f"vLLM does not compute models of type {model_type!r} as the trainer does, so that no sample could be "
+            "trained on. Use --engine native."
+        )
+
+
 def check_head_size(source: PreTrainedModel) -> None:
     """Raises ValueError for a head size with which vLLM's attention on a CPU would stop without an explanation."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -120,6 +131,19 @@ def check_head_size(source: PreTrainedModel) -> None:
     if size not in allowed:
         valid = ", ".join(map(str, allowed))
         raise ValueError(f"The model's attention heads are of size {size}; vLLM on a CPU takes {valid}.")
+
+
+def check_recurrent_layers(config: Any, dtype: str) -> None:
+    """Raises ValueError for layers that vLLM on a CPU computes in bfloat16 only, as it finds at the first generation.
+
+    https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/layers/mamba/ops/cpu/gdn_attention.py
+    """
+    has_them = hasattr(config, "linear_key_head_dim") and "linear_attention" in (config.layer_types or ())
+    if dtype != "bfloat16" and has_them and config.model_type.startswith("qwen3"):
+        raise ValueError(
+            f"vLLM on a CPU computes the linear attention of model type {config.model_type!r} in bfloat16 only, and "
+            f"--dtype is {dtype}. Use --dtype bfloat16, or --engine native."
+        )
 
 
 def has_processor(source: PreTrainedModel, folder: str) -> bool:

@@ -1,10 +1,14 @@
 """The arguments of vllm.LLM(), without vLLM."""
 
+from typing import Any
+
 import pytest
 import torch
+import transformers
 
 from lightrl.config import StrategyOptions
 from lightrl.engines.vllm.arguments import llm_arguments, user_arguments
+from lightrl.engines.vllm.build import check_model_type, check_recurrent_layers
 
 KNOWN = {"dtype", "gpu_memory_utilization", "kv_cache_memory_bytes", "load_format", "logprobs_mode", "max_num_seqs"}
 
@@ -49,3 +53,18 @@ def test_arguments_of_a_cpu_and_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     assert alone["skip_tokenizer_init"] is False
     endless = llm_arguments(options, device=torch.device("cpu"), **shared, states_context=False)
     assert "max_model_len" not in endless  # vLLM cannot fit what the config does not state
+
+
+@pytest.mark.parametrize("kind", [transformers.Qwen3NextConfig, transformers.Qwen3_5TextConfig])
+def test_linear_attention_in_float32_on_a_cpu_is_refused_before_the_engine_is_made(kind: Any) -> None:
+    check_recurrent_layers(kind(), "bfloat16")
+    with pytest.raises(ValueError, match="in bfloat16 only, and --dtype is float32. Use --dtype bfloat16"):
+        check_recurrent_layers(kind(), "float32")
+    check_recurrent_layers(kind(num_hidden_layers=1, layer_types=["full_attention"]), "float32")
+    check_recurrent_layers(transformers.Qwen3Config(), "float32")
+
+
+def test_a_type_that_vllm_computes_in_another_way_is_refused_before_the_engine_is_made() -> None:
+    check_model_type("ernie4_5")
+    with pytest.raises(ValueError, match="models of type 'ernie4_5_moe' as the trainer does.* --engine native"):
+        check_model_type("ernie4_5_moe")
