@@ -27,6 +27,7 @@ from lightrl.rewards.scoring import (
     RewardRunner,
     ScoringLimits,
     kind_of,
+    not_judged,
     reward_name,
 )
 from lightrl.rewards.unit_scoring import UnitRunner
@@ -76,8 +77,8 @@ class WeightedReward:
 class Scores:
     """The rewards of some samples."""
 
-    rewards: list[float]  # weighted sums; NO_REWARD if one has failed
-    components: Mapping[str, list[float]]  # by label: the numbers of each reward, without the failed ones
+    rewards: list[float]  # weighted sums of the rewards that apply; NO_REWARD if one has failed
+    components: Mapping[str, list[float]]  # by label: the numbers that each reward has given
 
 
 class RewardSet:
@@ -137,15 +138,22 @@ class RewardSet:
         return any(runner.kind.scope == "group" for runner in self._runners.values())
 
     def combine(self, outcomes: Mapping[str, Sequence[Outcome]]) -> Scores:
-        """Returns the weighted sums of the outcomes that run() returned for each label."""
-        given = {name: [one for one in part if not isinstance(one, RewardError)] for name, part in outcomes.items()}
-        missing = NO_REWARD if self.policy.value is None else self.policy.value
+        """Returns the weighted sums of the outcomes that run() returned for each label.
+
+        Where a reward does not apply, it adds nothing; fail_unjudged() finds the samples to which none applies.
+        """
+        given = {name: [one for one in part if isinstance(one, float)] for name, part in outcomes.items()}
         weighted = [
-            [reward.weight * (missing if isinstance(item, RewardError) else item) for item in outcomes[reward.label]]
-            for reward in self.rewards
+            [one.weight * (got if isinstance(got, float) else self._instead_of(got)) for got in outcomes[one.label]]
+            for one in self.rewards
         ]
         # Rounded once: 0.7 + 0.2 + 0.1, added one by one, is below 1, and a sample counts as right from 1 on.
         return Scores(rewards=[math.fsum(parts) for parts in zip(*weighted, strict=True)], components=given)
+
+    def _instead_of(self, outcome: RewardError | None) -> float:
+        if outcome is None:
+            return 0.0
+        return NO_REWARD if self.policy.value is None else self.policy.value
 
     def close(self) -> None:
         """Ends worker processes."""
@@ -193,17 +201,24 @@ def make_runner(reward: AnyReward, limits: ScoringLimits = _NO_LIMITS, *, name: 
 def score(reward: AnyReward, samples: Sequence[Sample]) -> list[float]:
     """Returns the reward of each sample; raises RewardError with the reward, prompt and response that failed."""
     runner = make_runner(reward)
+    budget = FailureBudget()
     try:
-        outcomes = runner.run(samples, FailureBudget())
+        outcomes = {runner.name: runner.run(samples, budget)}
     finally:
         runner.close()
-    return [_require_number(outcome) for outcome in outcomes]
+    budget.record(fail_unjudged(samples, outcomes))
+    return [outcome for outcome in outcomes[runner.name] if isinstance(outcome, float)]
 
 
-def _require_number(outcome: Outcome) -> float:
-    if isinstance(outcome, RewardError):
-        raise outcome
-    return outcome
+def fail_unjudged(samples: Sequence[Sample], outcomes: Mapping[str, list[Outcome]]) -> list[RewardError]:
+    """Puts an error into the outcomes of every sample to which no reward applies, and returns these errors."""
+    errors = []
+    for index, sample in enumerate(samples):
+        if all(part[index] is None for part in outcomes.values()):
+            errors.append(error := not_judged(list(outcomes), sample))
+            for part in outcomes.values():
+                part[index] = error
+    return errors
 
 
 # ---- Rewards by name -------------------------------------------------------------------------------------------------

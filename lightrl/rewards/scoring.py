@@ -1,5 +1,7 @@
 """Runs a plain reward over samples. A call that fails gives an error for the sample, never a reward of 0.
 
+A reward that returns None for a sample does not apply to it.
+
 A reward is a function from one sample, the samples of a prompt, or many samples to numbers. It is plain, async or
 isolated. Rewards of groups or batches (unit_scoring.py), async rewards (async_scoring.py) and isolated ones
 (worker_pool.py) have runners of their own.
@@ -29,11 +31,16 @@ NO_REWARD = math.nan
 
 # ---- Kinds of rewards ------------------------------------------------------------------------------------------------
 
+Numbers: TypeAlias = Sequence[float | None]  # None: the reward does not apply to the sample
+
 
 class Reward(Protocol):
-    """A function that judges one sample and depends on nothing else: each rank scores its own samples, in any order."""
+    """A function that judges one sample and depends on nothing else: each rank scores its own samples, in any order.
 
-    def __call__(self, sample: Sample, /) -> float | Awaitable[float]: ...
+    It returns None if it does not apply to the sample.
+    """
+
+    def __call__(self, sample: Sample, /) -> float | Awaitable[float | None] | None: ...
 
 
 class GroupReward(Protocol):
@@ -41,7 +48,7 @@ class GroupReward(Protocol):
 
     is_grouped: bool  # True; @group_reward sets it
 
-    def __call__(self, samples: Sequence[Sample], /) -> Sequence[float] | Awaitable[Sequence[float]]: ...
+    def __call__(self, samples: Sequence[Sample], /) -> Numbers | Awaitable[Numbers]: ...
 
 
 class BatchReward(Protocol):
@@ -49,12 +56,12 @@ class BatchReward(Protocol):
 
     is_batched: bool  # True; @batch_reward sets it
 
-    def __call__(self, samples: Sequence[Sample], /) -> Sequence[float] | Awaitable[Sequence[float]]: ...
+    def __call__(self, samples: Sequence[Sample], /) -> Numbers | Awaitable[Numbers]: ...
 
 
 AnyReward: TypeAlias = Reward | GroupReward | BatchReward
 OwnRewards: TypeAlias = AnyReward | Sequence[AnyReward]  # several are summed
-Many: TypeAlias = Callable[[Sequence[Sample]], Sequence[float] | Awaitable[Sequence[float]]]
+Many: TypeAlias = Callable[[Sequence[Sample]], Numbers | Awaitable[Numbers]]
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
@@ -211,7 +218,7 @@ class RewardError(RuntimeError):
     key = (0, 0)  # (position, sample index) of the sample
 
 
-Outcome: TypeAlias = float | RewardError
+Outcome: TypeAlias = float | RewardError | None  # None: the reward does not apply to the sample
 
 
 def has_reward(value: float) -> bool:
@@ -242,7 +249,7 @@ class RewardRunner:
         outcomes: list[Outcome] = []
         for sample in samples:
             outcome = self._call_for(sample)
-            if isinstance(outcome, RewardError):
+            if not isinstance(outcome, float):
                 budget.record([outcome])
             outcomes.append(outcome)
         return outcomes
@@ -275,17 +282,21 @@ class FailureBudget:
     max_failures: int = 0
     failures: list[RewardError] = field(default_factory=list)
     no_verdicts: list[RewardError] = field(default_factory=list)
-    most_errors: int = 0  # largest number of errors of both kinds on any rank; the same on all ranks
+    num_left_out: int = 0  # outcomes of rewards that do not apply to their samples
+    most_unusual: int = 0  # largest number of outcomes on any rank that are no numbers; the same on all ranks
 
     def record(self, outcomes: Sequence[Outcome]) -> None:
-        """Counts the errors among the outcomes; raises once there are more failures than allowed."""
-        errors = [item for item in outcomes if isinstance(item, RewardError)]
-        if errors:
-            self._count(errors)
+        """Counts the outcomes that are no numbers; raises once there are more failures than allowed."""
+        unusual = [item for item in outcomes if not isinstance(item, float)]
+        if unusual:
+            self._count(unusual)
 
-    def _count(self, errors: list[RewardError]) -> None:
-        for error in errors:
-            (self.no_verdicts if error.is_no_verdict else self.failures).append(error)
+    def _count(self, unusual: list[RewardError | None]) -> None:
+        for item in unusual:
+            if item is None:
+                self.num_left_out += 1
+            else:
+                (self.no_verdicts if item.is_no_verdict else self.failures).append(item)
         if len(self.failures) > self.max_failures:
             raise self.exceeded(self.failures[0], len(self.failures))
 
@@ -301,9 +312,15 @@ class FailureBudget:
 
 
 def score_outcome(name: str, sample: Sample, value: Any) -> Outcome:
-    """Returns the value that a reward returned, or an error if it is not a finite number."""
+    """Returns the value that a reward returned, or an error if it is neither a finite number nor None."""
     if isinstance(value, int | float | Real) and -_LARGEST <= value <= _LARGEST:  # type: ignore[operator]  # neither NaN nor infinity is
         return float(value)
+    return _unusual_outcome(name, sample, value)
+
+
+def _unusual_outcome(name: str, sample: Sample, value: object) -> Outcome:
+    if value is None:
+        return None
     return float(cast(Any, value)) if is_numpys_bool(value) else not_a_number(name, sample, value)
 
 
@@ -343,7 +360,8 @@ def not_a_number(name: str, sample: Sample, value: object) -> RewardError:
     """Returns the error for a value that is not a finite number."""
     return _error(
         f"The reward {name!r} returned {shorten(repr(value))} ({type(value).__name__}) on "
-        f"{describe_sample(sample)}. A reward must return a finite int, float or bool of at most {_LARGEST:g}.",
+        f"{describe_sample(sample)}. A reward must return a finite int, float or bool of at most {_LARGEST:g}, or None "
+        "if it does not apply to the sample.",
         sample,
     )
 
@@ -353,6 +371,22 @@ def wrong_count(name: str, samples: Sequence[Sample], count: int) -> RewardError
     return _error(
         f"The reward {name!r} returned {count} numbers for {len(samples)} samples: one for each.",
         samples[0],
+    )
+
+
+def not_judged(names: Sequence[str], sample: Sample) -> RewardError:
+    """Returns the error for a sample to which no reward applies."""
+    where = describe_sample(sample)
+    if len(names) == 1:
+        return _error(
+            f"The reward {names[0]!r} returned None on {where}. None says that a reward does not apply to the sample, "
+            "and there is no other reward. If it should apply, does the function lack a return?",
+            sample,
+        )
+    return _error(
+        f"No reward applies to {where}: {', '.join(names)} gave None. Give a reward that judges such records, or leave "
+        "them out of the data.",
+        sample,
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -22,7 +22,7 @@ from lightrl.engines.stop_strings import stop_tokens
 from lightrl.metrics import Statistics
 from lightrl.records import Experience, Prompt, Sample, ScoredGroup
 from lightrl.rewards import AnyReward
-from lightrl.rewards.reward_set import RewardSet, Scores, is_collective
+from lightrl.rewards.reward_set import RewardSet, Scores, fail_unjudged, is_collective
 from lightrl.rewards.scoring import FailureBudget, Outcome, RewardError, has_reward, with_traceback
 from lightrl.rollout.metrics import describe_groups
 from lightrl.seeding import mix_seed
@@ -30,6 +30,7 @@ from lightrl.strategy import StrategyBase
 
 logger = logging.getLogger(__name__)
 
+_MANY_NONE = 256  # samples in a row
 _MAX_SHOWN = 3  # failures of a run that are printed with their traceback; the metrics count them all
 _ROLLOUT_STREAM, _EVAL_STREAM = 1, 2  # separate the random draws of training and evaluation
 
@@ -41,6 +42,8 @@ Prompts = Sequence[tuple[int, Prompt]]  # of this rank, each with its position i
 class Scorer:
     """Applies the rewards of the run to this rank's samples. Every rank calls it, even without samples."""
 
+    _num_none: Mapping[str, int] = {}  # how many of the last samples in a row a reward has returned None for
+
     def __init__(self, comm: Comm, rewards: RewardSet) -> None:
         self._comm = comm
         self._rewards = rewards
@@ -51,13 +54,13 @@ class Scorer:
     ) -> list[float]:
         """Returns the weighted sum of the rewards of each sample, or NO_REWARD if one failed.
 
-        Too many failures stop every rank. The mean of each reward and the number of failures are added to statistics,
-        under names that begin with prefix.
+        A sample to which no reward applies counts as failed. Too many failures stop every rank. The mean of each reward
+        and the number of failures are added to statistics, under names that begin with prefix.
         """
         budget = FailureBudget(self._rewards.policy.max_failures)
         outcomes = {item.label: self._run(item.label, item.reward, samples, budget) for item in self._rewards.rewards}
-        if budget.most_errors:
-            self._report_failures(budget)
+        if budget.most_unusual:
+            self._settle(budget, samples, outcomes)
         scores = self._rewards.combine(outcomes)
         if statistics is not None:
             _describe(scores, budget, statistics, prefix)
@@ -81,11 +84,30 @@ class Scorer:
 
     @contextmanager
     def _counting(self, label: str, budget: FailureBudget) -> Iterator[None]:
-        """Sets the budget of every rank, after the body, to the largest number of errors on any rank."""
+        """Tells the budget of every rank, after the body, how many outcomes on any rank are no numbers."""
         with self._comm.phase(f"reward {label}", local=True) as most:
             yield
-            most.number = len(budget.failures) + len(budget.no_verdicts)
-        budget.most_errors = most.number
+            most.number = len(budget.failures) + len(budget.no_verdicts) + budget.num_left_out
+        budget.most_unusual = most.number
+
+    def _settle(self, budget: FailureBudget, samples: Sequence[Sample], outcomes: Mapping[str, list[Outcome]]) -> None:
+        """Looks into outcomes that are no numbers, which some rank has."""
+        self._warn_of_none(outcomes)
+        budget.failures += fail_unjudged(samples, outcomes)
+        self._report_failures(budget)
+
+    def _warn_of_none(self, outcomes: Mapping[str, list[Outcome]]) -> None:
+        """Warns once of a reward that has returned None for many samples in a row: it may lack a return."""
+        for label, part in outcomes.items():
+            before = self._num_none.get(label, 0)
+            now = before + len(part) if all(item is None for item in part) else 0
+            self._num_none = {**self._num_none, label: now}
+            if before < _MANY_NONE <= now and self._comm.is_main:
+                logger.warning(
+                    "The reward %r has returned None for %d samples in a row, so it has judged none of them. If it "
+                    "should, does the function lack a return?",
+                    *(label, now),
+                )
 
     def _report_failures(self, budget: FailureBudget) -> None:
         """Prints the first failures of all ranks; raises on every rank if there are too many."""

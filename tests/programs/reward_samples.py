@@ -59,6 +59,16 @@ def doing_as_told(sample: Sample, *, scale: float = 1.0) -> float:
     return float(sample.text) * scale
 
 
+def even(sample: Sample) -> float | None:
+    """1 for an even number; odd ones are for another reward."""
+    return 1.0 if int(sample.text) % 2 == 0 else None
+
+
+@isolated_reward()
+def even_elsewhere(sample: Sample) -> float | None:
+    return even(sample)
+
+
 @isolated_reward(timeout_s=0.5, no_verdict_if_stopped=True)
 def forgiving(sample: Sample) -> float:
     return doing_as_told(sample)

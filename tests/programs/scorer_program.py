@@ -29,6 +29,10 @@ def length(sample: Sample) -> float:
     return float(len(sample.text))
 
 
+def long_ones(sample: Sample) -> float | None:
+    return length(sample) if len(sample.text) > 1 else None
+
+
 TEXTS = ["1", "2", "x", "4", "unsure", "6", "7", "y"]
 REWARDS = [
     WeightedReward(label="picky", weight=2.0, reward=picky),
@@ -61,6 +65,17 @@ def main() -> None:
     except RankError as error:
         told = str(error)
     report["too many"] = comm.all_gather_object(told)
+    selective = [*REWARDS[1:], WeightedReward(label="long_ones", weight=3.0, reward=long_ones)]
+    statistics = Statistics()
+    sums = Scorer(comm, RewardSet(selective)).score(mine, statistics)
+    report["selective"] = [sums, statistics.reduce(comm)]
+    try:
+        Scorer(comm, RewardSet(selective[1:])).score(shared)
+    except RewardError as error:
+        told = str(error)
+    except RankError as error:
+        told = str(error)
+    report["not judged"] = comm.all_gather_object(told)
     groups = [ScoredGroup(samples=(item,), rewards=(float(len(item.text)),), step=0) for item in shared]
     report["evaluated"] = evaluate(groups)
     if comm.is_main:

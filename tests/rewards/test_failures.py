@@ -4,7 +4,7 @@ import pytest
 from reward_samples import answered
 
 from lightrl.rewards import NoVerdictError, RewardError
-from lightrl.rewards.scoring import FailureBudget, failed, not_a_number, with_traceback, wrong_count
+from lightrl.rewards.scoring import FailureBudget, failed, not_a_number, not_judged, with_traceback, wrong_count
 
 
 def some_error() -> ValueError:
@@ -28,7 +28,15 @@ def test_messages_name_reward_prompt_and_response() -> None:
     assert str(unsure).startswith("The reward 'mine' gave no verdict (who knows) on 2 samples, first prompt 13")
     assert unsure.is_no_verdict
     assert not error.is_no_verdict
-    assert "returned None (NoneType) on prompt 13" in str(not_a_number("mine", sample, None))
+    assert "returned 'one' (str) on prompt 13" in str(not_a_number("mine", sample, "one"))
+    assert str(not_judged(["mine"], sample)).endswith(
+        "response 'hello'. None says that a reward does not apply to the sample, and there is no other reward. If it "
+        "should apply, does the function lack a return?"
+    )
+    assert str(not_judged(["mine", "other"], sample)) == (
+        "No reward applies to prompt 13 '', sample 2, response 'hello': mine, other gave None. Give a reward that "
+        "judges such records, or leave them out of the data."
+    )
     assert "returned 3 numbers for 1 samples" in with_traceback(wrong_count("mine", [sample], 3))
 
 

@@ -10,7 +10,7 @@ from reward_samples import answered
 from lightrl.config import GRPOConfig, JudgeConfig, parse_config
 from lightrl.records import Sample
 from lightrl.rewards import has_reward
-from lightrl.rewards.reward_set import FailurePolicy, RewardSet, WeightedReward
+from lightrl.rewards.reward_set import FailurePolicy, RewardSet, WeightedReward, fail_unjudged
 from lightrl.rewards.scoring import FailureBudget, failed
 
 
@@ -81,6 +81,18 @@ def test_a_failure_leaves_no_reward_or_counts_as_a_value() -> None:
         assert scores.rewards[1] == 10.0
         assert scores.components == {"a": [1.0], "b": [3.0, 4.0]}
     assert scores.rewards[0] == 4.0
+
+
+def test_what_does_not_apply_is_left_out_of_sum_and_mean() -> None:
+    both = [WeightedReward(label=name, weight=2.0, reward=half) for name in ("a", "b")]
+    outcomes: dict[str, Any] = {"a": [None, 1.0, None], "b": [3.0, None, None]}
+    errors = fail_unjudged([answered(text) for text in "xyz"], outcomes)
+    assert ["No reward applies to prompt 10 '', sample 0, response 'z'" in str(error) for error in errors] == [True]
+    for value, last in ((None, None), (-1.0, -4.0)):
+        scores = RewardSet(both, policy=FailurePolicy(value=value)).combine(outcomes)
+        assert scores.rewards[:2] == [6.0, 2.0]
+        assert (scores.rewards[2] if has_reward(scores.rewards[2]) else None) == last
+        assert scores.components == {"a": [1.0], "b": [3.0]}
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reward_samples import answered, doing_as_told, run
+from reward_samples import answered, doing_as_told, even, even_elsewhere, run
 
 from lightrl.records import Prompt, Sample
-from lightrl.rewards import NoVerdictError, RewardError, batch_reward, load_reward, score, time_limit
+from lightrl.rewards import NoVerdictError, RewardError, batch_reward, group_reward, load_reward, score, time_limit
 from lightrl.rewards.reward_set import make_runner
 from lightrl.rewards.scoring import FailureBudget, ScoringLimits, kind_of
 
@@ -68,7 +68,7 @@ def test_any_real_number_becomes_a_float(value: Any, expected: float) -> None:
         (-math.inf, r"-inf \(float\)"),
         (1e308, r"1e\+308 \(float\)"),
         (10**400, r"1000.* \(int\)"),
-        (None, r"None \(NoneType\)"),
+        (None, "None"),
         ("1.0", r"'1.0' \(str\)"),
         ([1.0], r"\[1.0\] \(list\)"),
     ],
@@ -225,6 +225,28 @@ def test_a_hanging_reward_fails_its_own_sample() -> None:
         with pytest.raises(RewardError, match="no result after 0.3 s"):
             run(reward, [answered("hang")], timeout_s=0.3)
         assert time.monotonic() - started < 30
+
+
+async def even_later(sample: Sample) -> float | None:
+    return even(sample)
+
+
+@group_reward
+def even_of_groups(samples: Sequence[Sample]) -> list[float | None]:
+    return [even(sample) for sample in samples]
+
+
+@batch_reward
+async def even_of_batches(samples: Sequence[Sample]) -> list[float | None]:
+    return [even(sample) for sample in samples]
+
+
+@pytest.mark.parametrize("reward", [even, even_later, even_of_groups, even_of_batches, even_elsewhere])
+def test_none_is_no_failure_but_says_that_a_reward_does_not_apply(reward: Any) -> None:
+    outcomes, budget = run(reward, [answered(text, position=place // 2) for place, text in enumerate("2345")])
+    assert outcomes == [1.0, None, 1.0, None]
+    assert budget.num_left_out == 2
+    assert not budget.failures
 
 
 def test_no_verdict_stops_nothing() -> None:

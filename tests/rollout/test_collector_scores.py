@@ -11,8 +11,9 @@ import pytest
 from reward_samples import answered
 
 from lightrl.comm import Comm
+from lightrl.metrics import Statistics
 from lightrl.records import Sample
-from lightrl.rewards import has_reward
+from lightrl.rewards import RewardError, has_reward
 from lightrl.rewards.reward_set import FailurePolicy, RewardSet, WeightedReward
 from lightrl.rollout.collector import Scorer
 from lightrl.testing import run_spmd
@@ -48,8 +49,49 @@ def test_the_ranks_score_as_one_does(tmp_path: Path) -> None:
     (alone,) = one["too many"]
     assert alone.startswith("2 rewards have failed, more than --max_reward_failures 1. The first: The reward 'picky'")
     assert two["too many"] == [alone, alone]
+    for report in (one, two):
+        # Minus the length; 3 x the length of "unsure", the only text to which the second reward applies, on top.
+        sums, metrics = report["selective"]
+        assert sums == [-1.0, -1.0, -1.0, -1.0, 12.0, -1.0, -1.0, -1.0]
+        assert metrics == {
+            "reward/failures": 0.0, "reward/length": 13 / 8, "reward/long_ones": 6.0, "reward/no_verdict": 0.0
+        }  # fmt: skip
+        assert {text.partition(" on prompt 10 ")[0] for text in report["not judged"]} == {
+            "The reward 'long_ones' returned None"
+        }
+    assert len(two["not judged"]) == 2
     assert one["evaluated"] == two["evaluated"]
     assert one["evaluated"]["reward"] == 13 / 8  # the lengths of all texts, whichever rank has them
+
+
+def test_samples_that_no_reward_judges_are_failures_and_stay_without_a_reward() -> None:
+    rewards = [WeightedReward(label=name, weight=1.0, reward=lambda sample: None) for name in ("a", "b")]
+    with pytest.raises(RewardError, match="No reward applies to prompt 10 .* a, b gave None"):
+        Scorer(Comm(), RewardSet(rewards)).score([answered("x")])
+    statistics = Statistics()
+    scorer = Scorer(Comm(), RewardSet(rewards, policy=FailurePolicy(max_failures=1)))
+    assert not any(map(has_reward, scorer.score([answered("x")], statistics)))
+    assert statistics.reduce(Comm()) == {"reward/failures": 1.0, "reward/no_verdict": 0.0}
+
+
+def test_a_reward_that_never_judges_among_others_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    def forgetful(sample: Sample) -> None:
+        float(sample.text)
+
+    rewards: list[Any] = [forgetful, lambda sample: 1.0]
+    scorer = Scorer(
+        Comm(), RewardSet([WeightedReward(label=f"r{i}", weight=1.0, reward=r) for i, r in enumerate(rewards)])
+    )
+    samples = [answered(str(place), position=place) for place in range(100)]
+    with caplog.at_level(logging.WARNING):
+        scorer.score(samples)
+        scorer.score(samples)
+        assert not caplog.records
+        scorer.score(samples)
+        scorer.score(samples)
+    assert [record.getMessage().partition(", so")[0] for record in caplog.records] == [
+        "The reward 'r0' has returned None for 300 samples in a row"
+    ]
 
 
 def test_the_first_failures_of_a_run_are_shown_with_their_traceback(caplog: pytest.LogCaptureFixture) -> None:

@@ -136,6 +136,26 @@ def test_a_named_reward_must_differ_too(name: str, kept: list[int], easy: int, b
     assert prompts_of(made.fill(1, script("ggggg", 1, []))) == [10, 11, 12, 13, 14]  # nothing heard: by the sums alone
 
 
+def test_a_group_that_the_named_reward_does_not_judge_is_kept_by_its_sums() -> None:
+    """Of four prompts, the named reward does not judge the first two, and only one sample of the third."""
+
+    def named(sample: Sample) -> float | None:
+        of_prompt = {2: [1.0, None], 3: [0.0, 1.0]}.get(sample.prompt.index)
+        return None if of_prompt is None else of_prompt[sample.sample_index]
+
+    made, metrics = sampling(num_prompts=4, oversample=1.0, max_rounds=1, reward="named")
+    rewards = RewardSet.of(named)
+    made.hear(rewards)
+
+    def draw(count: int, first: int) -> list[ScoredGroup]:
+        groups = [group("easy" if place == 0 else "good", place, 0) for place in range(count)]
+        rewards.run("named", [sample for one in groups for sample in one.samples], FailureBudget())
+        return groups
+
+    assert prompts_of(made.fill(0, draw)) == [1, 3]
+    assert metrics()["dropped_easy"] == 2
+
+
 @pytest.mark.parametrize("name", ["reward/right", "wright"])
 def test_a_wrong_name_of_the_reward_that_must_differ_is_refused(name: str) -> None:
     with pytest.raises(

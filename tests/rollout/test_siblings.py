@@ -118,6 +118,15 @@ def test_a_reward_that_raises_is_the_episodes_error() -> None:
         ask(rewards(picky=picky, longest=is_longest), "a", "b")
 
 
+def test_a_reward_that_does_not_apply_is_left_out() -> None:
+    def of_short_ones(one: Sample) -> float | None:
+        return 5.0 if len(one.text) < 2 else None
+
+    assert ask(rewards(short=of_short_ones, length=length), "a", "abc") == [12.0, 6.0]
+    with pytest.raises(RewardError, match=r"'short' returned None on prompt 0"):
+        ask(rewards(short=of_short_ones), "abc")
+
+
 def test_rewards_that_no_episode_can_ask_for_are_refused() -> None:
     class AllRanks:
         is_collective = True
