@@ -65,6 +65,7 @@ REPORTS = {
     "examples.self_play:": "episode/opponent_right",
     "--teacher_model": "distillation/reverse_kl",
     "--reward math format": "reward/format",
+    "--reward math code format": "reward/format",
     "--reward judge": "reward/judge",
     "--rollout.max_staleness": "rollout/staleness_max",
 }

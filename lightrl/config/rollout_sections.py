@@ -255,6 +255,9 @@ class RewardConfig:
     package.module:function or path/to/file.py:function."""
     reward_args: tuple[str, ...] = ()
     """Parameters of rewards as reward.parameter=value, such as length.target=200."""
+    reward_for: tuple[str, ...] = ()
+    """Records that a reward judges, as reward.field=value: math.data_source=gsm8k code.data_source=apps. Given several
+    times for a field, it judges the records with any of the values. A reward without an entry judges all records."""
     reward_model: str = ""
     """Model of the reward reward_model: folder or name of a sequence-classification model with one output."""
     reward_timeout_s: float = option(60.0, at_least=0)

@@ -7,7 +7,7 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +15,7 @@ from typing import Any, cast
 from lightrl.config import JudgeConfig, RolloutConfig, declared_type, fits, named_values, nearest_name
 from lightrl.imports import BARE, load_object, raise_code_fails
 from lightrl.records import Sample
+from lightrl.rewards.applicability import Condition, SelectiveRunner, SelectiveTogether, conditions_of, fail_unjudged
 from lightrl.rewards.async_scoring import AsyncRunner
 from lightrl.rewards.messages import run_file
 from lightrl.rewards.scoring import (
@@ -27,7 +28,6 @@ from lightrl.rewards.scoring import (
     RewardRunner,
     ScoringLimits,
     kind_of,
-    not_judged,
     reward_name,
 )
 from lightrl.rewards.unit_scoring import UnitRunner
@@ -84,6 +84,8 @@ class Scores:
 class RewardSet:
     """The rewards of a run. It is built before anything expensive, so a wrong name or parameter raises at once."""
 
+    conditions: Mapping[str, Condition] = {}  # by label: which records a reward is for; it is for all if it has none
+
     def __init__(
         self, rewards: Sequence[WeightedReward], *, limits: ScoringLimits = _NO_LIMITS, policy: FailurePolicy = _STRICT
     ) -> None:
@@ -107,7 +109,21 @@ class RewardSet:
             timeout_s=config.reward_timeout_s, concurrency=config.reward_concurrency, num_workers=config.reward_workers
         )
         value = None if config.reward_failure_value == "exclude" else float(config.reward_failure_value)
-        return cls(rewards, limits=limits, policy=FailurePolicy(max_failures=config.max_reward_failures, value=value))
+        made = cls(rewards, limits=limits, policy=FailurePolicy(max_failures=config.max_reward_failures, value=value))
+        return made.judge_only(config.reward_for) if config.reward_for else made
+
+    def judge_only(self, reward_for: Sequence[str]) -> RewardSet:
+        """Has rewards judge only the records that reward.field=value names; returns the set."""
+        self.conditions = conditions_of(reward_for, [item.label for item in self.rewards])
+        for index, item in enumerate(self.rewards):
+            if (condition := self.conditions.get(item.label)) is None:
+                continue
+            if is_collective(item.reward):
+                together = SelectiveTogether(reward=item.reward, condition=condition)
+                self.rewards[index] = replace(item, reward=together)
+            else:
+                self._runners[item.label] = SelectiveRunner(self._runners[item.label], condition)
+        return self
 
     def prepare(self, strategy: Any) -> None:
         """Loads the rewards that are sharded over the ranks; every rank calls it."""
@@ -208,17 +224,6 @@ def score(reward: AnyReward, samples: Sequence[Sample]) -> list[float]:
         runner.close()
     budget.record(fail_unjudged(samples, outcomes))
     return [outcome for outcome in outcomes[runner.name] if isinstance(outcome, float)]
-
-
-def fail_unjudged(samples: Sequence[Sample], outcomes: Mapping[str, list[Outcome]]) -> list[RewardError]:
-    """Puts an error into the outcomes of every sample to which no reward applies, and returns these errors."""
-    errors = []
-    for index, sample in enumerate(samples):
-        if all(part[index] is None for part in outcomes.values()):
-            errors.append(error := not_judged(list(outcomes), sample))
-            for part in outcomes.values():
-                part[index] = error
-    return errors
 
 
 # ---- Rewards by name -------------------------------------------------------------------------------------------------
@@ -324,6 +329,11 @@ def _load_from_file(path: Path, function_name: str) -> object:
 def _own_rewards(config: RolloutConfig, own: OwnRewards) -> list[WeightedReward]:
     if config.reward_args:
         raise ValueError("--reward_args are given, but the reward is an object of your own: give it parameters.")
+    if config.reward_for:
+        raise ValueError(
+            "--reward_for is given, but the reward is an object of your own: let it return None for the samples that "
+            "it does not judge."
+        )
     rewards = list(own) if isinstance(own, Sequence) and not isinstance(own, str) else [own]
     for name in rewards:
         if isinstance(name, str):
@@ -362,6 +372,11 @@ def _add_options(parameters: dict[str, dict[str, Any]], config: RolloutConfig, l
         raise ValueError("--code.unsafe is given, but code is not among --reward.")
     if config.code.unsafe:
         parameters.setdefault("code", {})["unsafe"] = True
+
+
+def labels_of(reward: Sequence[str]) -> list[str]:
+    """Returns the names in metrics of the rewards that --reward gives."""
+    return [_label(_split_weight(text)[0] if "=" in text else text) for text in reward]
 
 
 def _split_weight(text: str) -> tuple[str, float]:

@@ -14,7 +14,7 @@ import inspect
 import math
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
@@ -374,18 +374,18 @@ def wrong_count(name: str, samples: Sequence[Sample], count: int) -> RewardError
     )
 
 
-def not_judged(names: Sequence[str], sample: Sample) -> RewardError:
-    """Returns the error for a sample to which no reward applies."""
+def not_judged(reasons: Mapping[str, str], sample: Sample) -> RewardError:
+    """Returns the error for a sample to which no reward applies; reasons: why not, by reward, empty for a None."""
     where = describe_sample(sample)
-    if len(names) == 1:
+    if list(reasons.values()) == [""]:
         return _error(
-            f"The reward {names[0]!r} returned None on {where}. None says that a reward does not apply to the sample, "
-            "and there is no other reward. If it should apply, does the function lack a return?",
+            f"The reward {next(iter(reasons))!r} returned None on {where}. None says that a reward does not apply to "
+            "the sample, and there is no other reward. If it should apply, does the function lack a return?",
             sample,
         )
+    told = ", ".join(f"{name!r} {reason or 'returned None'}" for name, reason in reasons.items())
     return _error(
-        f"No reward applies to {where}: {', '.join(names)} gave None. Give a reward that judges such records, or leave "
-        "them out of the data.",
+        f"No reward applies to {where}: {told}. Give a reward that judges such records, or leave them out of the data.",
         sample,
     )
 

@@ -22,7 +22,8 @@ from lightrl.engines.stop_strings import stop_tokens
 from lightrl.metrics import Statistics
 from lightrl.records import Experience, Prompt, Sample, ScoredGroup
 from lightrl.rewards import AnyReward
-from lightrl.rewards.reward_set import RewardSet, Scores, fail_unjudged, is_collective
+from lightrl.rewards.applicability import fail_unjudged
+from lightrl.rewards.reward_set import RewardSet, Scores, is_collective
 from lightrl.rewards.scoring import FailureBudget, Outcome, RewardError, has_reward, with_traceback
 from lightrl.rollout.metrics import describe_groups
 from lightrl.seeding import mix_seed
@@ -93,12 +94,14 @@ class Scorer:
     def _settle(self, budget: FailureBudget, samples: Sequence[Sample], outcomes: Mapping[str, list[Outcome]]) -> None:
         """Looks into outcomes that are no numbers, which some rank has."""
         self._warn_of_none(outcomes)
-        budget.failures += fail_unjudged(samples, outcomes)
+        budget.failures += fail_unjudged(samples, outcomes, self._rewards.conditions)
         self._report_failures(budget)
 
     def _warn_of_none(self, outcomes: Mapping[str, list[Outcome]]) -> None:
         """Warns once of a reward that has returned None for many samples in a row: it may lack a return."""
         for label, part in outcomes.items():
+            if label in self._rewards.conditions:
+                continue
             before = self._num_none.get(label, 0)
             now = before + len(part) if all(item is None for item in part) else 0
             self._num_none = {**self._num_none, label: now}

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from lightrl.data.media import read_media
 from lightrl.records import Prompt, Sample
-from lightrl.rewards.reward_set import RewardSet, fail_unjudged
+from lightrl.rewards.applicability import fail_unjudged
+from lightrl.rewards.reward_set import RewardSet
 from lightrl.rewards.scoring import FailureBudget, Outcome, RewardError, has_reward
 from lightrl.rollout.journal import for_all_siblings
 
@@ -101,7 +102,7 @@ class Siblings:
         outcomes: dict[str, list[Outcome]] = {}
         for item in rewards.rewards:
             outcomes[item.label] = await rewards.arun(item.label, samples, budget)
-        fail_unjudged(samples, outcomes)
+        fail_unjudged(samples, outcomes, rewards.conditions)
         values = rewards.combine(outcomes).rewards
         for index, value in enumerate(values):
             if not has_reward(value):

@@ -38,6 +38,7 @@ from lightrl.strategy.base import TrainBatchResult
 from lightrl.trainers.coefficients import Coefficients
 from lightrl.trainers.fit import Shown, Trainer
 from lightrl.trainers.objective import PolicyLoss
+from lightrl.trainers.record_checks import check_fields
 from lightrl.trainers.run import RunContext
 from lightrl.trainers.staleness import describe_staleness, older_samples
 from lightrl.trainers.turn_end import warn_of_unstopped_turns
@@ -66,8 +67,8 @@ class PromptData:
             self.train = _build_prompts(run, run.train_records, config.train_data, config.max_new_tokens)
             room = config.eval.max_new_tokens or config.max_new_tokens
             evaluation = _build_prompts(run, run.eval_records, config.eval_data, room)
-            if config.eval.source_field and run.eval_records:
-                require_field(run.eval_records, config.eval.source_field, "--eval.source_field")
+            if config.eval.source_field or config.reward_for:
+                check_fields(run)
         self.evaluation = evaluation[: config.eval.max_prompts or None]
         self.sampler = PromptSampler(len(self.train), config.num_prompts, config.seed)
 

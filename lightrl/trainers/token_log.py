@@ -11,7 +11,6 @@ from typing import Any
 
 from lightrl.data.packing import Key, unpack
 from lightrl.records import Experience, PackedBatch, Sample, StateValues, TokenScores
-from lightrl.rewards.scoring import RewardError
 from lightrl.trainers.observer import Observer
 
 Values = dict[str, list[float | None]]  # values of a sample's tokens, by name; None: not finite
@@ -66,8 +65,8 @@ class TokenLog(Observer):
     def note_rewards(self, label: str, samples: Sequence[Sample], outcomes: Sequence[Any]) -> None:
         """Keeps a named reward of each sample."""
         for sample, outcome in zip(samples, outcomes, strict=True):
-            if sample.position < self._first and not isinstance(outcome, RewardError):
-                self._rewards.setdefault((sample.key, sample.text), {})[label] = float(outcome)
+            if sample.position < self._first and isinstance(outcome, float):
+                self._rewards.setdefault((sample.key, sample.text), {})[label] = outcome
 
     def after_step(self, step: int) -> None:
         """Gathers the values of all ranks, since a sample may be trained on another rank than the one that made it."""

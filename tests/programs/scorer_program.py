@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from reward_samples import answered
 
-from lightrl.comm import RankError, connect
+from lightrl.comm import Comm, RankError, connect
 from lightrl.metrics import Statistics
 from lightrl.records import Sample, ScoredGroup
 from lightrl.rewards import NoVerdictError, RewardError, has_reward
@@ -33,6 +33,16 @@ def long_ones(sample: Sample) -> float | None:
     return length(sample) if len(sample.text) > 1 else None
 
 
+class Together:
+    is_collective = True
+
+    def __call__(self, samples: list[Sample]) -> list[float]:
+        everyones = comm_of_all[0].all_gather_object([sample.text for sample in samples])
+        assert sorted(text for part in everyones for text in part) == ["unsure", "x", "y"]
+        return [3.0] * len(samples)
+
+
+comm_of_all: list[Comm] = []
 TEXTS = ["1", "2", "x", "4", "unsure", "6", "7", "y"]
 REWARDS = [
     WeightedReward(label="picky", weight=2.0, reward=picky),
@@ -42,7 +52,8 @@ REWARDS = [
 
 def main() -> None:
     comm = connect(torch.device("cpu"), timedelta(seconds=60))
-    samples = [answered(text, position=place) for place, text in enumerate(TEXTS)]
+    kinds = {True: {"kind": "letters"}, False: {"kind": "digits"}}
+    samples = [answered(text, position=place, fields=kinds[text.isalpha()]) for place, text in enumerate(TEXTS)]
     mine = samples[: 0 if comm.rank else None]  # one rank has all, the others none
     shared = samples[comm.rank :: comm.world]
     report: dict[str, object] = {}
@@ -76,6 +87,17 @@ def main() -> None:
     except RankError as error:
         told = str(error)
     report["not judged"] = comm.all_gather_object(told)
+    both = RewardSet(
+        [
+            WeightedReward(label="picky", weight=1.0, reward=picky),
+            WeightedReward(label="together", weight=1.0, reward=Together()),
+        ]
+    )
+    both.judge_only(("picky.kind=digits", "together.kind=letters"))
+    comm_of_all.append(comm)
+    statistics = Statistics()
+    sums = Scorer(comm, both).score(mine, statistics)
+    report["by field"] = [sums, statistics.reduce(comm)]
     groups = [ScoredGroup(samples=(item,), rewards=(float(len(item.text)),), step=0) for item in shared]
     report["evaluated"] = evaluate(groups)
     if comm.is_main:

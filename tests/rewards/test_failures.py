@@ -29,13 +29,13 @@ def test_messages_name_reward_prompt_and_response() -> None:
     assert unsure.is_no_verdict
     assert not error.is_no_verdict
     assert "returned 'one' (str) on prompt 13" in str(not_a_number("mine", sample, "one"))
-    assert str(not_judged(["mine"], sample)).endswith(
+    assert str(not_judged({"mine": ""}, sample)).endswith(
         "response 'hello'. None says that a reward does not apply to the sample, and there is no other reward. If it "
         "should apply, does the function lack a return?"
     )
-    assert str(not_judged(["mine", "other"], sample)) == (
-        "No reward applies to prompt 13 '', sample 2, response 'hello': mine, other gave None. Give a reward that "
-        "judges such records, or leave them out of the data."
+    assert str(not_judged({"mine": "", "other": "is for records whose level is 2"}, sample)) == (
+        "No reward applies to prompt 13 '', sample 2, response 'hello': 'mine' returned None, 'other' is for records "
+        "whose level is 2. Give a reward that judges such records, or leave them out of the data."
     )
     assert "returned 3 numbers for 1 samples" in with_traceback(wrong_count("mine", [sample], 3))
 

@@ -10,7 +10,8 @@ from reward_samples import answered
 from lightrl.config import GRPOConfig, JudgeConfig, parse_config
 from lightrl.records import Sample
 from lightrl.rewards import has_reward
-from lightrl.rewards.reward_set import FailurePolicy, RewardSet, WeightedReward, fail_unjudged
+from lightrl.rewards.applicability import fail_unjudged
+from lightrl.rewards.reward_set import FailurePolicy, RewardSet, WeightedReward, labels_of
 from lightrl.rewards.scoring import FailureBudget, failed
 
 
@@ -136,6 +137,30 @@ def test_an_object_of_ones_own_has_its_parameters_already() -> None:
     assert scored(RewardSet.from_config(GRPOConfig(), own), [answered("")]) == ([1.0], {"own": [1.0]})
     with pytest.raises(ValueError, match="--reward_args are given, but the reward is an object of your own"):
         RewardSet.from_config(GRPOConfig(reward_args=("own.a=1",)), own)
+
+
+def test_a_reward_judges_the_records_it_is_for() -> None:
+    by_source = ("exact_match.data_source=a", "length.extra.kind=long", "length.extra.kind=7")
+    rewards = set_of("exact_match", "length=2", "contains", args=("length.target=4",), reward_for=by_source)
+    fields: list[dict[str, Any]] = [
+        {"data_source": "a"}, {"data_source": "b", "extra": {"kind": "long"}}, {"extra": {"kind": 7}}, {}
+    ]  # fmt: skip
+    samples = [answered("1", 1, num_tokens=4, position=place, fields=one) for place, one in enumerate(fields)]
+    # exact_match 1 and contains 1; 2 x length 1 and contains 1, twice; contains 1
+    assert scored(rewards, samples) == (
+        [2.0, 3.0, 3.0, 1.0], {"exact_match": [1.0], "length": [1.0, 1.0], "contains": [1.0] * 4}
+    )  # fmt: skip
+    assert asyncio.run(rewards.arun("length", samples, FailureBudget())) == [None, 1.0, 1.0, None]
+    heard: list[Any] = []
+    rewards.hear(lambda label, samples, outcomes: heard.append([label, *outcomes]))
+    rewards.run("exact_match", samples, FailureBudget())
+    assert heard == [["exact_match", 1.0, None, None, None]]
+    with pytest.raises(ValueError, match="--reward_for is given, but the reward is an object of your own"):
+        RewardSet.from_config(GRPOConfig(reward_for=("own.a=1",)), half)
+
+
+def test_the_labels_of_rewards_are_known_without_loading_them() -> None:
+    assert labels_of(("math", "some/file.py:mine=0.5", "package.module:other")) == ["math", "mine", "other"]
 
 
 def test_options_of_rewards_that_are_not_used_are_refused() -> None:

@@ -59,6 +59,11 @@ def test_the_ranks_score_as_one_does(tmp_path: Path) -> None:
         assert {text.partition(" on prompt 10 ")[0] for text in report["not judged"]} == {
             "The reward 'long_ones' returned None"
         }
+        # "x", "unsure" and "y" are judged by a reward of all ranks, which gives 3; the others by their number.
+        sums, metrics = report["by field"]
+        assert sums == [1.0, 2.0, 3.0, 4.0, 3.0, 6.0, 7.0, 3.0]
+        assert metrics["reward/picky"] == 4.0  # (1 + 2 + 4 + 6 + 7) / 5
+        assert metrics["reward/together"] == 3.0
     assert len(two["not judged"]) == 2
     assert one["evaluated"] == two["evaluated"]
     assert one["evaluated"]["reward"] == 13 / 8  # the lengths of all texts, whichever rank has them
@@ -66,7 +71,7 @@ def test_the_ranks_score_as_one_does(tmp_path: Path) -> None:
 
 def test_samples_that_no_reward_judges_are_failures_and_stay_without_a_reward() -> None:
     rewards = [WeightedReward(label=name, weight=1.0, reward=lambda sample: None) for name in ("a", "b")]
-    with pytest.raises(RewardError, match="No reward applies to prompt 10 .* a, b gave None"):
+    with pytest.raises(RewardError, match="No reward applies to prompt 10 .* 'a' returned None, 'b' returned None"):
         Scorer(Comm(), RewardSet(rewards)).score([answered("x")])
     statistics = Statistics()
     scorer = Scorer(Comm(), RewardSet(rewards, policy=FailurePolicy(max_failures=1)))

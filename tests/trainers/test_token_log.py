@@ -51,6 +51,7 @@ def test_what_ranks_know_of_a_sample_is_put_together() -> None:
         log._comm = SimpleNamespace(all_gather_object=lambda _: [(one._values, one._rewards) for one in ranks])
     maker.note_rewards("right", [sample], [1.0])
     maker.note_rewards("judged", [sample], [RewardError("no")])  # a failed reward has no number
+    maker.note_rewards("other", [sample], [None])  # nor has one that does not apply
     trainer_of_it._values = {(1, 0): {"ratio": [1.0, 1.1]}}
     maker.after_step(1)
     row = maker.sample_columns(Experience(sample=sample, reward=1.0, advantage=0.5))
