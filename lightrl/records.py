@@ -122,6 +122,9 @@ class Sample:
     start_version: int = -1  # version of the weights when the ticket was started; -1: those of the step
     branches: tuple[Sample, ...] = ()  # other conversations of the episode, trained with this sample's advantage
     is_scored: bool = False  # the workflow asked for the run's rewards itself, so its reward is final
+    components: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Weight and value of each reward, by label; NaN if it failed or does not apply. Kept only for an estimator that
+    needs them."""
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:

@@ -9,8 +9,9 @@ advantages over all trained tokens of the update on all ranks. Advantages per to
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +21,13 @@ from lightrl.algorithms.ranges import NotNegative, Positive
 from lightrl.algorithms.registry import advantage
 
 _ROUNDING = 1e-12  # a deviation below this fraction of the mean is rounding in float64: all values are equal
+
+
+class Component(NamedTuple):
+    """What one of several rewards gave to B samples."""
+
+    values: Tensor  # [B], NaN where the reward does not apply
+    weight: float  # in the sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +40,7 @@ class ScoredSamples:
     baselines: Tensor | None = None  # [B] reward of a greedy response to the same prompt, for needs="greedy_baseline"
     signal_share: float | None = None  # share of the update's samples, over all ranks, whose group has unequal rewards
     # (signal_counts), for needs="signal_share"
+    components: Mapping[str, Component] | None = None  # what each reward gave, by its name, for needs="components"
 
     def __post_init__(self) -> None:
         require_flat(rewards=self.rewards, group_ids=self.group_ids, lengths=self.lengths, baselines=self.baselines)
@@ -146,6 +155,26 @@ def cpgd(
     if weight == "signal":
         return dr_grpo(samples) * min(max_weight, 1 / _signal_share(samples, "cpgd"))
     raise ValueError(f"Unknown weight {weight!r}. Choose one of equal, std, signal.")
+
+
+@advantage(whiten=True, needs="components", min_group=2)
+def gdpo(samples: ScoredSamples, *, eps: NotNegative = 1e-4) -> Tensor:
+    """Returns the weighted sum of each reward's own grpo, to be whitened over the update (GDPO, arXiv:2601.05242).
+
+    A reward is compared within the samples of the group to which it applies, and adds 0 to the others.
+
+    Args:
+        eps: Added to the deviation of each reward.
+    """
+    if samples.components is None:
+        raise ValueError("gdpo needs what each reward gave: give ScoredSamples(components=...).")
+    total = torch.zeros_like(samples.scores)
+    for component in samples.components.values():
+        applies = ~component.values.isnan()
+        if applies.any():
+            alone = ScoredSamples(rewards=component.values[applies], group_ids=samples.group_ids[applies])
+            total[applies] += component.weight * grpo(alone, eps=eps).to(total.dtype)
+    return total
 
 
 @advantage(min_group="k")

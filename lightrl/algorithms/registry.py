@@ -27,7 +27,7 @@ from lightrl.algorithms.ranges import check_values
 from lightrl.imports import load_object
 
 Kind = Literal["advantage", "returns", "loss", "aggregation", "correction"]
-Need = Literal["greedy_baseline", "signal_share"]
+Need = Literal["greedy_baseline", "signal_share", "components"]
 Parameters = Mapping[str, float | int | str | bool | None]
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
@@ -51,6 +51,7 @@ BUILTIN: dict[Kind, dict[str, str]] = {
         "gpg",
         "cpgd",
         "pass_at_k",
+        "gdpo",
     ),
     "returns": _named("returns", "gae", "returns_to_go", "turn_returns"),
     "loss": _named(
@@ -90,7 +91,7 @@ class AdvantageTraits(Traits):
     needs: Need | tuple[Need, ...] = ()
     """Optional fields of ScoredSamples to fill in. `greedy_baseline` samples a greedy response to each prompt and gives
     its reward as `baselines`; `signal_share` is the share of the update's samples, over all ranks, whose group has
-    unequal rewards."""
+    unequal rewards; `components` are the values of each reward by itself."""
     min_group: int | str = 1
     """Smallest number of samples per prompt with which the estimator can compare them: a number, or the name of the
     parameter that holds it. A parameter counts as at least 2."""

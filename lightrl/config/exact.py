@@ -32,7 +32,11 @@ _REASONS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("rollout.is_recorded", bool, "a record keeps the samples of each rank apart"),
     ("algorithm.entropy_fraction", lambda value: value < 1, "the limit is found from sums of each rank"),
     ("algorithm.loss", lambda value: value in ("clip_cov", "kl_cov"), "it selects tokens by sums of each rank"),
-    ("algorithm.advantage", lambda value: value.startswith("reinforce_plus"), "it whitens by the moments of each rank"),
+    (
+        "algorithm.advantage",
+        lambda value: value == "gdpo" or value.startswith("reinforce_plus"),
+        "it whitens by the moments of each rank",
+    ),
     ("algorithm.aggregation", lambda value: ":" in value, "the denominator of your own function is no count"),
 )
 _FLAGS = {

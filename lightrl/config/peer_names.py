@@ -49,6 +49,7 @@ _OURS = {
     "micro_rollout_batch_size": "--micro_batch_size",
     "micro_train_batch_size": "--micro_batch_size",
     "model_name_or_path": "--model",
+    "multi_objective_aggregation": "--algorithm.advantage gdpo (for normalize_then_sum)",
     "n_samples_per_prompt": "--group_size",
     "num_generations": "--group_size",
     "num_iterations": "--num_epochs",

@@ -20,7 +20,7 @@ class AlgorithmConfig:
 
     advantage: str = "grpo"
     """How a sample's reward becomes its advantage: grpo, dr_grpo, rloo, reinforce, reinforce_plus_plus,
-    reinforce_plus_plus_baseline, remax, opo, gpg, cpgd, pass_at_k, or your own as package.module:function."""
+    reinforce_plus_plus_baseline, remax, opo, gpg, cpgd, pass_at_k, gdpo, or your own as package.module:function."""
     advantage_args: tuple[str, ...] = ()
     """Parameters of the advantage as name=value, such as normalize_std=false of grpo. docs/algorithms.md lists all."""
     loss: str = "ppo_clip"

@@ -140,7 +140,10 @@ class RewardSet:
         return await self._runners[label].arun(samples, budget)
 
     def hear(self, listener: Callable[[str, Sequence[Sample], Sequence[Outcome]], None]) -> None:
-        """Calls a function with label, samples and outcomes whenever run() or arun() returns from now on."""
+        """Calls a function with label, samples and outcomes whenever a reward has given outcomes from now on."""
+        for index, item in enumerate(self.rewards):
+            if is_collective(item.reward):
+                self.rewards[index] = replace(item, reward=HeardTogether(item.reward, partial(listener, item.label)))
         self._runners = {label: HeardRunner(one, partial(listener, label)) for label, one in self._runners.items()}
 
     @property
@@ -199,6 +202,24 @@ class HeardRunner(RewardRunner):
     def close(self) -> None:
         """Ends the runner."""
         self._runner.close()
+
+
+@dataclass(frozen=True, slots=True)
+class HeardTogether:
+    """A reward that all ranks compute together, and that reports its outcomes to a listener."""
+
+    reward: Any
+    listener: Callable[[Sequence[Sample], Sequence[Outcome]], None]
+    is_collective = True
+
+    def prepare(self, strategy: Any) -> None:
+        """Loads the reward; every rank calls it."""
+        self.reward.prepare(strategy)
+
+    def __call__(self, samples: Sequence[Sample], /) -> list[Outcome]:
+        outcomes: list[Outcome] = self.reward(samples)
+        self.listener(samples, outcomes)
+        return outcomes
 
 
 def is_collective(reward: Any) -> bool:

@@ -113,6 +113,9 @@ def _sample_row(sample: Sample, tensors: dict[str, Tensor]) -> dict[str, Any]:
         "ticket": sample.ticket,
         "start_version": sample.start_version,
         "is_scored": sample.is_scored,
+        "components": {
+            label: [w, None if math.isnan(value) else value] for label, (w, value) in sample.components.items()
+        },
         "branches": [_sample_row(branch, tensors) for branch in sample.branches],
     }
 
@@ -156,6 +159,10 @@ def _sample(row: Mapping[str, Any], position: int, prompt: Prompt, tensors: Mapp
         ticket=row["ticket"],
         start_version=row["start_version"],
         is_scored=row["is_scored"],
+        components={
+            label: (weight, math.nan if value is None else value)
+            for label, (weight, value) in row.get("components", {}).items()
+        },
         branches=tuple(_sample(branch, position, prompt, tensors) for branch in row["branches"]),
         **per_token,
     )

@@ -21,7 +21,7 @@ from lightrl.rollout.dynamic_sampling import DynamicSampling
 from lightrl.seeding import mix_seed
 from lightrl.strategy import StrategyBase
 from lightrl.trainers.fit import StepReport, Trainer
-from lightrl.trainers.greedy_baseline import baselines_of, with_baselines
+from lightrl.trainers.greedy_baseline import baselines_of
 from lightrl.trainers.objective import PolicyObjective
 from lightrl.trainers.policy_step import (
     Batch,
@@ -38,6 +38,7 @@ from lightrl.trainers.policy_step import (
 )
 from lightrl.trainers.proximal import with_other_policy
 from lightrl.trainers.reference import prepare_reference
+from lightrl.trainers.reward_components import ComponentKeeper, make_needed
 from lightrl.trainers.run import RunContext, fix_for_run, load_start_policy
 from lightrl.trainers.token_selection import TokenSelector
 
@@ -47,6 +48,7 @@ class GRPOTrainer(Trainer):
 
     kind = "grpo"
     config: GRPOConfig
+    components: ComponentKeeper | None = None  # for an estimator that needs each reward by itself
 
     def __init__(
         self, run: RunContext | GRPOConfig, *, strategy: StrategyBase | None = None, reward: OwnRewards | None = None
@@ -97,8 +99,8 @@ class GRPOTrainer(Trainer):
 
     def make_groups(self, prompts: Prompts) -> list[ScoredGroup]:
         """Returns a scored group for each of this rank's prompts; a subclass may make them in another way."""
-        if self.objective.needs_greedy_baseline:
-            return with_baselines(self, prompts)
+        if self.objective.traits.needs:
+            return make_needed(self, prompts)
         return self.score(self.sample(prompts))
 
     def learn_from(self, groups: Sequence[ScoredGroup]) -> list[Experience]:
@@ -131,7 +133,7 @@ class GRPOTrainer(Trainer):
         experience = ungrouped(groups)
         if self.config.overlong.buffer or self.config.overlong.mask_truncated:
             experience = self._without_overlong(experience)
-        baselines = baselines_of(groups) if self.objective.needs_greedy_baseline else None
+        baselines = baselines_of(groups) if "greedy_baseline" in self.objective.traits.needs else None
         experience = self.objective.advantages(experience, self.strategy.comm, baselines)
         return experience if self.run.workflow is None else with_branches(experience)
 

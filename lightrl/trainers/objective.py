@@ -7,6 +7,7 @@ have parameters, so that a wrong name or parameter raises at once. Their traits 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
@@ -14,7 +15,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 import torch
 from torch import Tensor
 
-from lightrl.algorithms.advantages import ScoredSamples, merged_moments, moments_of, signal_counts, whiten
+from lightrl.algorithms.advantages import (
+    Component,
+    ScoredSamples,
+    merged_moments,
+    moments_of,
+    signal_counts,
+    whiten,
+)
 from lightrl.algorithms.corrections import Correction, OffPolicyTokens
 from lightrl.algorithms.losses import PolicyTokens, TokenLoss, TokenWeights, mean_loss
 from lightrl.algorithms.registry import (
@@ -176,14 +184,12 @@ class PolicyObjective(PolicyLoss):
         self._estimate: Callable[[ScoredSamples], Tensor] = load_and_try(
             "advantage", config.advantage, config.advantage_args, _two_samples
         )
-        self._traits = traits_of(self._estimate, AdvantageTraits)
-        # Whether advantages() must be given the reward of a greedy response to each prompt.
-        self.needs_greedy_baseline = "greedy_baseline" in self._traits.needs
+        self.traits = traits_of(self._estimate, AdvantageTraits)
         if group_size is not None:
             self._check_group(config.advantage, group_size)
 
     def _check_group(self, name: str, group_size: int) -> None:
-        wanted = self._traits.min_group
+        wanted = self.traits.min_group
         smallest = wanted if isinstance(wanted, int) else max(2, parameters_of(self._estimate)[wanted])
         if group_size < smallest:
             raise _small_group(name, wanted, smallest, group_size)
@@ -191,7 +197,7 @@ class PolicyObjective(PolicyLoss):
     @property
     def whitens(self) -> bool:
         """Whether advantages are whitened over all ranks."""
-        return self._traits.whiten
+        return self.traits.whiten
 
     def advantages(
         self, experience: Sequence[Experience], comm: Comm, baselines: Sequence[float] | None = None
@@ -215,15 +221,22 @@ class PolicyObjective(PolicyLoss):
             lengths=_doubles(e.is_trained * sum(s.num_own for s in (e.sample, *e.sample.branches)) for e in kept),
             baselines=None if baselines is None else _doubles(baselines),
         )
-        advantages = self._estimated(scored, comm).tolist()
+        advantages = self._estimated(scored, comm, kept).tolist()
         return [replace(item, advantage=advantage) for item, advantage in zip(kept, advantages, strict=True)]
 
-    def _estimated(self, scored: ScoredSamples, comm: Comm) -> Tensor:
+    def _estimated(self, scored: ScoredSamples, comm: Comm, experience: Sequence[Experience]) -> Tensor:
         """Returns the advantages, [B] float64, whitened over all ranks if the estimator asks for it."""
-        if "signal_share" in self._traits.needs:
-            scored = replace(scored, signal_share=_signal_share(scored, comm))
+        if self.traits.needs:
+            scored = self._with_needed(scored, comm, experience)
         advantages = self._estimate(scored).double() if len(scored.rewards) else scored.rewards
-        return self._whitened(advantages, scored, comm) if self._traits.whiten else advantages
+        return self._whitened(advantages, scored, comm) if self.traits.whiten else advantages
+
+    def _with_needed(self, scored: ScoredSamples, comm: Comm, experience: Sequence[Experience]) -> ScoredSamples:
+        if "signal_share" in self.traits.needs:
+            scored = replace(scored, signal_share=_signal_share(scored, comm))
+        if "components" in self.traits.needs:
+            scored = replace(scored, components=components_of(experience))
+        return scored
 
     def _whitened(self, advantages: Tensor, scored: ScoredSamples, comm: Comm) -> Tensor:
         assert scored.lengths is not None
@@ -319,7 +332,12 @@ def _two_off_policy_tokens() -> tuple[OffPolicyTokens]:
 def _two_samples() -> tuple[ScoredSamples]:
     two = torch.tensor([0.0, 1.0])
     samples = ScoredSamples(
-        rewards=two, group_ids=torch.zeros(2).long(), lengths=torch.ones(2), baselines=two, signal_share=1.0
+        rewards=two,
+        group_ids=torch.zeros(2).long(),
+        lengths=torch.ones(2),
+        baselines=two,
+        signal_share=1.0,
+        components={"one": Component(two, 1.0)},
     )
     return (samples,)
 
@@ -349,6 +367,21 @@ def _signal_share(scored: ScoredSamples, comm: Comm) -> float:
     """Returns the share of all ranks' samples whose group has unequal rewards."""
     with_signal, total = comm.all_reduce(signal_counts(scored), "sum").tolist()
     return with_signal / total if total else 0.0
+
+
+def components_of(experience: Sequence[Experience]) -> dict[str, Component]:
+    """Returns what each reward gave to the samples, and the shaping of their rewards as one more."""
+    if any(not item.sample.components for item in experience):
+        raise ValueError(
+            "There are samples without the values of their single rewards, which the advantage needs. Take them from "
+            "GRPOTrainer.make_groups(), or from a record of such a run."
+        )
+    weights = {label: pair[0] for item in experience for label, pair in sorted(item.sample.components.items())}
+    found = {
+        label: Component(_doubles(item.sample.components.get(label, (0.0, math.nan))[1] for item in experience), weight)
+        for label, weight in sorted(weights.items())
+    }
+    return {**found, "": Component(_doubles(item.shaping for item in experience), 1.0)}
 
 
 def _doubles(values: Iterable[float]) -> Tensor:

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from lightrl.algorithms.losses import mismatch_statistics
-from lightrl.config import RolloutConfig
+from lightrl.algorithms.registry import AdvantageTraits, find, traits_of
+from lightrl.config import GRPOConfig, RolloutConfig
 from lightrl.imports import load_object
 from lightrl.metrics import Statistics
 from lightrl.records import Experience, PackedBatch, ScoredGroup, Status
@@ -160,3 +161,10 @@ def check_schedule(config: RolloutConfig) -> None:
             "--dynamic_sampling.enabled does not go with a schedule: use --rollout.filter unequal_rewards, which "
             "replaces groups of equal rewards too."
         )
+    if isinstance(config, GRPOConfig):
+        name = config.algorithm.advantage
+        if "components" in traits_of(find("advantage", name), AdvantageTraits).needs:
+            raise ValueError(
+                f"--algorithm.advantage {name} needs each reward by itself, and a schedule keeps only their sum: leave "
+                "out --rollout.over_issue, --rollout.max_staleness and --rollout.filter, or choose another advantage."
+            )

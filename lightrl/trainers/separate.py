@@ -193,8 +193,10 @@ def _refused_reward(label: str) -> ValueError:
 
 
 def _check_advantage(name: str) -> None:
-    if "greedy_baseline" in traits_of(find("advantage", name), AdvantageTraits).needs:
-        raise _refused(f"--algorithm.advantage {name}, which needs greedy responses", "Choose another advantage")
+    needs = traits_of(find("advantage", name), AdvantageTraits).needs
+    for need, what in (("greedy_baseline", "greedy responses"), ("components", "each reward by itself")):
+        if need in needs:
+            raise _refused(f"--algorithm.advantage {name}, which needs {what}", "Choose another advantage")
 
 
 def _check_schedule(config: RolloutConfig) -> None:

@@ -7,10 +7,12 @@ import torch
 from torch.testing import assert_close
 
 from lightrl.algorithms.advantages import (
+    Component,
     ScoredSamples,
     clip_values,
     cpgd,
     dr_grpo,
+    gdpo,
     gpg,
     groups_of,
     grpo,
@@ -84,7 +86,20 @@ def test_no_prompts_give_no_advantages() -> None:
 IDS = torch.tensor([5, 9, 5, 1, 5, 9])
 REWARDS = torch.tensor([1.0, 2.0, 0.0, 3.0, 5.0, 2.0])
 LENGTHS = torch.tensor([2, 4, 1, 3, 1, 4])
-WHOLE = ScoredSamples(rewards=REWARDS, group_ids=IDS, lengths=LENGTHS, baselines=REWARDS - 1, signal_share=0.5)
+NAN = math.nan  # the reward does not apply
+COMPONENTS = {
+    "a": Component(REWARDS, 2.0),
+    "b": Component(torch.tensor([NAN, 0.0, 1.0, 5.0, 0.0, 1.0]), -1.0),
+    "c": Component(torch.full((6,), NAN), 1.0),
+}
+WHOLE = ScoredSamples(
+    rewards=REWARDS,
+    group_ids=IDS,
+    lengths=LENGTHS,
+    baselines=REWARDS - 1,
+    signal_share=0.5,
+    components=COMPONENTS,
+)
 
 
 @pytest.mark.parametrize(
@@ -108,6 +123,11 @@ WHOLE = ScoredSamples(rewards=REWARDS, group_ids=IDS, lengths=LENGTHS, baselines
         (cpgd, {"weight": "std"}, [-0.3779502, 0, -0.7559003, 0, 1.1338505, 0]),
         (cpgd, {"weight": "signal"}, [-2, 0, -4, 0, 6, 0]),  # 1 / 0.5
         (cpgd, {"weight": "signal", "max_weight": 1.5}, [-1.5, 0, -3, 0, 4.5, 0]),
+        # a: 2 x grpo of the rewards. b: deviations 0.5 and -0.5 of the two samples that it applies to in group 5, and
+        # -0.5 and 0.5 in group 9, over 0.7071068 + 0.0001: 0.7070068, times -1. One sample alone gives 0.
+        (gdpo, {}, [-0.7559004, 0.7070068, -2.2188074, 0, 2.9747078, -0.7070068]),
+        # a: 2 x (-1, -2, 3) / 3.6457513; b: -0.5 / 1.7071068 = -0.2928932
+        (gdpo, {"eps": 1.0}, [-0.5485838, 0.2928932, -1.3900608, 0, 1.9386446, -0.2928932]),
     ],
 )
 def test_estimators_by_hand(estimator, parameters, expected) -> None:  # type: ignore[no-untyped-def]
@@ -142,6 +162,17 @@ def test_the_order_of_samples_changes_nothing(estimator) -> None:  # type: ignor
         signal_share=0.5,
     )
     assert torch.equal(estimator(mixed), estimator(WHOLE)[order])
+
+
+def test_sums_that_are_equal_hide_no_reward() -> None:
+    """(1, 0) and (0, 1) add up to the same: grpo learns nothing, and gdpo the reward of the larger weight."""
+    ids = torch.zeros(2, dtype=torch.int64)
+    first = torch.tensor([1.0, 0.0])
+    parts = {"a": Component(first, 1.0), "b": Component(10 * (1 - first), 0.1)}
+    samples = ScoredSamples(rewards=torch.ones(2), group_ids=ids, components=parts)
+    assert grpo(samples).tolist() == [0, 0]
+    # a: 0.5 / 0.7072068 = 0.7070068. b: 0.1 x 5 / (7.0710678 + 0.0001) = 0.0707097, with the other sign
+    assert_close(gdpo(samples), torch.tensor([0.6362971, -0.6362971]), atol=1e-6, rtol=0)
 
 
 def test_a_table_and_ids_agree() -> None:
@@ -209,6 +240,7 @@ def test_signal_counts_add_up_over_ranks() -> None:
         (opo, r"ScoredSamples\(lengths="),
         (remax, r"ScoredSamples\(baselines="),
         (gpg, r"gpg needs .* ScoredSamples\(signal_share="),
+        (gdpo, r"gdpo needs .* ScoredSamples\(components="),
     ],
 )
 def test_what_an_estimator_needs_is_asked_for(estimator, message: str) -> None:  # type: ignore[no-untyped-def]

@@ -103,6 +103,7 @@ def test_built_in_functions_state_their_traits() -> None:
     assert {name for name, traits in marked.items() if traits.whiten} == {
         "reinforce_plus_plus",
         "reinforce_plus_plus_baseline",
+        "gdpo",
     }
     assert {name for name, traits in marked.items() if traits.min_group == 1} == {
         "reinforce",
@@ -113,6 +114,7 @@ def test_built_in_functions_state_their_traits() -> None:
         "remax": ("greedy_baseline",),
         "gpg": ("signal_share",),
         "cpgd": ("signal_share",),
+        "gdpo": ("components",),
     }
     selecting = {name for name in BUILTIN["loss"] if traits_of(find("loss", name), LossTraits).selects_tokens}
     assert selecting == {"clip_cov", "kl_cov"}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,12 +13,14 @@ import torch
 from reward_samples import answered
 
 from lightrl.comm import Comm, RankError, connect
+from lightrl.config import AlgorithmConfig
 from lightrl.metrics import Statistics
-from lightrl.records import Sample, ScoredGroup
+from lightrl.records import Experience, Sample, ScoredGroup
 from lightrl.rewards import NoVerdictError, RewardError, has_reward
 from lightrl.rewards.reward_set import FailurePolicy, RewardSet, WeightedReward
 from lightrl.rollout.collector import Scorer
 from lightrl.rollout.metrics import evaluate
+from lightrl.trainers.objective import PolicyObjective
 
 
 def picky(sample: Sample) -> float:
@@ -48,6 +52,25 @@ REWARDS = [
     WeightedReward(label="picky", weight=2.0, reward=picky),
     WeightedReward(label="length", weight=-1.0, reward=length),
 ]
+
+
+def gdpo_of(comm: Comm) -> list[list[float]]:
+    """The place and the advantage of this rank's samples, two of each of three prompts."""
+    right, short = [1.0, 0.0, 1.0, 1.0, 0.0, 1.0], [1.0, 0.0, math.nan, math.nan, 4.0, 2.0]
+    experience = [
+        Experience(
+            sample=replace(
+                answered("", position=place // 2, sample_index=place % 2, num_tokens=1 + place),
+                components={"right": (1.0, right[place]), "short": (0.5, short[place])},
+            ),
+            reward=1.0,
+            advantage=0.0,
+        )
+        for place in range(6)
+        if place // 2 % comm.world == comm.rank
+    ]
+    found = PolicyObjective(AlgorithmConfig(advantage="gdpo")).advantages(experience, comm)
+    return [[2 * item.sample.position + item.sample.sample_index, item.advantage] for item in found]
 
 
 def main() -> None:
@@ -98,6 +121,7 @@ def main() -> None:
     statistics = Statistics()
     sums = Scorer(comm, both).score(mine, statistics)
     report["by field"] = [sums, statistics.reduce(comm)]
+    report["gdpo"] = [pair for part in comm.all_gather_object(gdpo_of(comm)) for pair in part]
     groups = [ScoredGroup(samples=(item,), rewards=(float(len(item.text)),), step=0) for item in shared]
     report["evaluated"] = evaluate(groups)
     if comm.is_main:

@@ -64,6 +64,14 @@ def test_the_ranks_score_as_one_does(tmp_path: Path) -> None:
         assert sums == [1.0, 2.0, 3.0, 4.0, 3.0, 6.0, 7.0, 3.0]
         assert metrics["reward/picky"] == 4.0  # (1 + 2 + 4 + 6 + 7) / 5
         assert metrics["reward/together"] == 3.0
+        # right: d, -d, 0, 0, -d, d with d = 0.5 / (0.7071068 + 0.0001) = 0.7070068. Half of short: 0.5 d, -0.5 d, then
+        # nothing, then e and -e with e = 0.5 / (1.4142136 + 0.0001) = 0.3535284. The sums: 1.0605102 (1 token),
+        # -1.0605102 (2), 0 (3), 0 (4), -0.3534784 (5), 0.3534784 (6). Over 21 tokens their mean is -0.0336682 and their
+        # deviation sqrt((3 x 1.1246819 + 11 x 0.1249470) / 21 - 0.0011335) = 0.4743245.
+        assert [place for place, _ in sorted(report["gdpo"])] == list(range(6))
+        assert [advantage for _, advantage in sorted(report["gdpo"])] == pytest.approx(
+            [2.3068140, -2.1648514, 0.0709813, 0.0709813, -0.6742435, 0.8162062], abs=1e-6
+        )
     assert len(two["not judged"]) == 2
     assert one["evaluated"] == two["evaluated"]
     assert one["evaluated"]["reward"] == 13 / 8  # the lengths of all texts, whichever rank has them

@@ -43,6 +43,7 @@ def test_all_that_a_group_holds_comes_back(tmp_path: Path) -> None:
         reward=0.5,
         turn_rewards=(0.5, 0.0),
         is_scored=True,
+        components={"right": (2.0, 1.0), "other": (-0.5, math.nan)},
         ticket=9,
         branches=(branch,),
     )

@@ -34,6 +34,7 @@ def sample(index: int, *branches: Sample) -> Sample:
         start_version=1,
         branches=branches,
         is_scored=True,
+        components={"right": (2.0, 1.0), "short": (-0.5, 0.25)},
     )
 
 

@@ -32,6 +32,7 @@ PARAMETERS: dict[tuple[str, str, str], tuple[str, ...]] = {
     ("advantage", "cpgd", "weight"): ("equal",),
     ("advantage", "cpgd", "max_weight"): ("1.1", "weight=signal"),
     ("advantage", "cpgd", "eps"): ("0.5",),
+    ("advantage", "gdpo", "eps"): ("0.5",),
     ("advantage", "pass_at_k", "k"): ("2",),
     ("advantage", "pass_at_k", "correct_above"): ("0.3",),
     ("loss", "ppo_clip", "clip_low"): ("0.001",),
@@ -191,10 +192,11 @@ def noisy(group: ScoredGroup) -> ScoredGroup:
     """As an engine that rounds, and differs by response, would report it: without that nothing is to be corrected."""
     draw = torch.Generator().manual_seed(group.samples[0].position)
     samples = []
-    for sample in group.samples:
+    for sample, reward in zip(group.samples, group.rewards, strict=True):
         offset, *errors = (0.5 * torch.randn(1 + len(sample.sampler_logprobs), generator=draw)).tolist()
         logprobs = tuple(value + offset + error for value, error in zip(sample.sampler_logprobs, errors, strict=True))
-        samples.append(dataclasses.replace(sample, sampler_logprobs=logprobs))
+        components = {"right": (1.0, reward), "drawn": (0.5, offset)}
+        samples.append(dataclasses.replace(sample, sampler_logprobs=logprobs, components=components))
     return dataclasses.replace(group, samples=tuple(samples), baseline=0.3)
 
 

@@ -151,8 +151,8 @@ def test_whitening_is_asked_for_by_a_trait() -> None:
 
 
 def test_a_greedy_baseline_is_asked_for_by_a_trait() -> None:
-    assert PolicyObjective(AlgorithmConfig(advantage=HERE + "over_greedy")).needs_greedy_baseline
-    assert not PolicyObjective(AlgorithmConfig(advantage=HERE + "unmarked")).needs_greedy_baseline
+    assert PolicyObjective(AlgorithmConfig(advantage=HERE + "over_greedy")).traits.needs == ("greedy_baseline",)
+    assert PolicyObjective(AlgorithmConfig(advantage=HERE + "unmarked")).traits.needs == ()
     assert advantages_of(HERE + "over_greedy", [1.0, 1.0, 3.0, 3.0]) == [0.5, 1.5, 0.5, 0.5]
 
 

@@ -1,0 +1,66 @@
+"""Groups for estimators that need more than the sum of their rewards, such as each reward by itself (GDPO)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lightrl.records import Sample, ScoredGroup
+from lightrl.rewards.reward_set import RewardSet
+from lightrl.rewards.scoring import Outcome
+from lightrl.rollout.collector import Prompts
+from lightrl.trainers.greedy_baseline import with_baselines
+
+
+def make_needed(trainer: Any, prompts: Prompts) -> list[ScoredGroup]:
+    """Makes a trainer's groups with what its estimator needs."""
+    keeper: ComponentKeeper | None = trainer.components
+    if keeper is None and "components" in trainer.objective.traits.needs:
+        keeper = trainer.components = ComponentKeeper(trainer.rewards)
+    if keeper is not None:
+        keeper.forget()  # an evaluation, whose samples are gone
+    groups: list[ScoredGroup]
+    if "greedy_baseline" in trainer.objective.traits.needs:
+        groups = with_baselines(trainer, prompts)
+    else:
+        groups = trainer.score(trainer.sample(prompts))
+    if keeper is None:
+        return groups
+    with trainer.strategy.comm.phase("the values of each reward", local=True):
+        return keeper.completed(groups)
+
+
+class ComponentKeeper:
+    """Listens to the rewards of a run, and writes what each gave onto the samples."""
+
+    def __init__(self, rewards: RewardSet) -> None:
+        self._weights = {item.label: item.weight for item in rewards.rewards}
+        self._given: dict[int, dict[str, tuple[float, float]]] = {}  # by the id of the sample, while it is scored
+        rewards.hear(self._note)
+
+    def _note(self, label: str, samples: Sequence[Sample], outcomes: Sequence[Outcome]) -> None:
+        for sample, outcome in zip(samples, outcomes, strict=True):
+            value = outcome if isinstance(outcome, float) else math.nan
+            self._given.setdefault(id(sample), {})[label] = (self._weights[label], value)
+
+    def forget(self) -> None:
+        """Begins with other samples."""
+        self._given = {}
+
+    def completed(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+        """Returns the groups with the values of each reward; raises ValueError where a workflow made one reward."""
+        given, self._given = self._given, {}
+        return [_with_components(group, given) for group in groups]
+
+
+def _with_components(group: ScoredGroup, given: Mapping[int, Mapping[str, tuple[float, float]]]) -> ScoredGroup:
+    if any(sample.is_scored for sample in group.samples):
+        raise ValueError(
+            "The workflow asks for the run's rewards itself and gives its episode one reward, and the advantage "
+            "needs each reward by itself. Choose another --algorithm.advantage, or a workflow that leaves the "
+            "rewards to the run."
+        )
+    samples = (replace(sample, components=given.get(id(sample), {})) for sample in group.samples)
+    return replace(group, samples=tuple(samples))
