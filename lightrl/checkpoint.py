@@ -78,7 +78,7 @@ class CheckpointDirectory:
         manifest = {"files": {name: path.stat().st_size for name, path in files.items()}, "crc32s": _checksums(files)}
         # Files first, including those of other processes on this machine, then the directories that name them.
         for path in (*reversed(written), temporary):
-            _flush(path)
+            flush(path)
         earlier = self._complete()
         serial = 1 + max((checkpoint.serial for checkpoint in earlier), default=0)
         is_latest = is_latest or step in [checkpoint.step for checkpoint in earlier if checkpoint.is_latest]
@@ -87,7 +87,7 @@ class CheckpointDirectory:
         if final.exists():
             self._make_way(final, replaced, is_complete=step in self.steps())
         os.rename(temporary, final)
-        _flush(self.root)
+        flush(self.root)
         if is_latest:
             save_bytes(self.root / LATEST_NAME, f"{final.name}\n".encode())
         if earlier:
@@ -333,9 +333,9 @@ def _disk_error(error: SafetensorError, path: Path) -> Exception:
 
 def _put_in_place(temporary: Path, path: Path) -> None:
     """Gives a file its name once its content is on disk."""
-    _flush(temporary)
+    flush(temporary)
     os.replace(temporary, path)
-    _flush(path.parent)
+    flush(path.parent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -411,7 +411,8 @@ def _has_step_name(path: Path, prefix: str) -> bool:
     return path.name.startswith(prefix) and _STEP_NAME.fullmatch(path.name.removeprefix(prefix)) is not None
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

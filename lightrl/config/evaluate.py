@@ -24,7 +24,7 @@ OF_STEPS = (  # options that change how a trainer's steps come about, by their f
 _OF_EPISODES = ("workflow", "workflow_args", "max_turns", "max_context_tokens", "episode_timeout_s")
 _READ = {f"rollout.{name}" for name in _OF_EPISODES}
 _BESIDE = (  # beginnings of further options that a training's file loses: its folder, its services, its steps
-    *("output_dir", "resume", "hub.", "log.to", "profile", "ema_decay"),
+    *("output_dir", "resume", "hub.", "log.to", "profile", "ema_decay", "eval.best"),
     *("top_p", "top_k", "num_minibatches", "micro_batch_size", "exact_tile_tokens", "routing.", "rollout."),
 )
 
@@ -41,7 +41,7 @@ class EvaluateConfig(RolloutConfig):
         """Takes the data to evaluate on for those that are read first; refuses settings of training's responses."""
         if self.is_truncated:
             raise ValueError("--top_p and --top_k apply to training. Give --eval.top_p and --eval.top_k.")
-        for name in filter(lambda name: attrgetter(name)(self), OF_STEPS):
+        for name in filter(lambda name: attrgetter(name)(self), (*OF_STEPS, "eval.best")):
             raise ValueError(f"--{name.rstrip('_')} applies to training: an evaluation takes no steps. Leave it out.")
         self.train_data = self.eval_data or self.train_data
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from lightrl.config.options import option, section
 from lightrl.config.sections import CodeConfig, JudgeConfig
+from lightrl.config.temperatures import check_temperatures
 
 
 @dataclass(kw_only=True, slots=True)
@@ -185,10 +186,34 @@ class WorkflowConfig(RecordConfig, ScheduleConfig):
 
 @dataclass(kw_only=True, slots=True)
 class EvalScheduleConfig:
-    """When a run evaluates."""
+    """When a run evaluates, and by which metric it keeps its best model."""
 
     every: int = option(20, at_least=0)
     """Steps between evaluations. One more runs before the first step and one after the last. 0: never evaluate."""
+    best: str = ""
+    """Metric of the evaluations, such as eval/accuracy. After each one in which it is better than in all before, the
+    model is written to best/ in the run's folder. Higher is better, but lower for a name that ends in loss; NAME:min
+    and NAME:max say so. Empty: keep no best model."""
+
+    @property
+    def best_metric(self) -> str:
+        """The name in --eval.best."""
+        return self.best.removesuffix(":min").removesuffix(":max")
+
+    @property
+    def best_is_lowest(self) -> bool:
+        """Whether a lower value of the metric is better."""
+        return self.best.endswith((":min", "loss"))
+
+    def check(self) -> None:
+        """Raises ValueError for a best model that no evaluation can choose."""
+        if self.best and not self.every:
+            raise ValueError(f"--eval.best {self.best} needs evaluations, and --eval.every 0 makes none: raise it.")
+        if self.best and not self.best_metric.startswith("eval/"):
+            raise ValueError(
+                f"--eval.best {self.best} is no metric of an evaluation, which begins with eval/: give one such as "
+                "eval/accuracy, eval/reward, or eval/loss of runs that learn from answers."
+            )
 
 
 @dataclass(kw_only=True, slots=True)
@@ -241,6 +266,21 @@ class EvalConfig(EvalScheduleConfig):
             raise ValueError(
                 f"--eval.temperature 0 gives {self.n} equal samples of a prompt: raise it, or leave --eval.n at 1."
             )
+        kind, _, number = self.best_metric.rpartition("/")[2].partition("@")
+        options = {"pass": ("--eval.k", self.k), "avg": ("--eval.n", (self.n,))}
+        if kind in options and number not in map(str, options[kind][1]):
+            raise ValueError(f"--eval.best {self.best} is not evaluated: give {options[kind][0]} {number}.")
+
+
+def check_eval(config: Any) -> None:
+    """Raises ValueError for options of a run's evaluations that it cannot obey."""
+    check_temperatures(config)
+    if not config.eval.best:
+        return
+    if getattr(getattr(config, "rollout", None), "from_", ""):
+        raise ValueError("--eval.best needs evaluations, and --rollout.from makes none: leave it out.")
+    if not config.eval_data and "builtin:" not in config.train_data:
+        raise ValueError("--eval.best needs evaluations: give data for them by --eval_data.")
 
 
 @dataclass(kw_only=True)

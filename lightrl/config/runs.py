@@ -13,7 +13,7 @@ from lightrl.config.kept_cache import KEEPING_ENGINE, check_keep_cache
 from lightrl.config.log_sections import LogConfig, RolloutLogConfig
 from lightrl.config.options import check_options, constant, nearest_multiples, option, section, without
 from lightrl.config.reference_section import ReferenceOptions
-from lightrl.config.rollout_sections import EvalConfig, ExampleEvalConfig, RewardConfig, WorkflowConfig
+from lightrl.config.rollout_sections import EvalConfig, ExampleEvalConfig, RewardConfig, WorkflowConfig, check_eval
 from lightrl.config.sections import (
     AlgorithmConfig,
     CriticConfig,
@@ -218,7 +218,7 @@ class RolloutConfig(SharingConfig, TruncationConfig, SamplingConfig, RewardConfi
     """Number of ranks, the last ones, that only generate; the others only train. 0: every rank does both in turn."""
     data: DataConfig = section(DataConfig, check=lambda config: _check_data(config))
     rollout: WorkflowConfig = section(WorkflowConfig, check=lambda config: _check_rollout(config))
-    eval: EvalConfig = section(EvalConfig, resume="free", check=check_temperatures)
+    eval: EvalConfig = section(EvalConfig, resume="free", check=check_eval)
     log: RolloutLogConfig = section(RolloutLogConfig, resume="free")
     health: RolloutHealthConfig = section(RolloutHealthConfig, resume="free")
 
@@ -386,7 +386,7 @@ class OfflineConfig(RunConfig):
     eval_data: str = option("", resume="free")
     """Data for evaluation, in the form of train_data. Empty: the held-out part of a built-in data set, if any."""
     data: ExampleDataConfig = section(ExampleDataConfig)
-    eval: ExampleEvalConfig = section(ExampleEvalConfig, resume="free")
+    eval: ExampleEvalConfig = section(ExampleEvalConfig, resume="free", check=check_eval)
 
     @property
     def samples_per_update(self) -> int:

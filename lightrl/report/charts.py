@@ -164,7 +164,7 @@ def _phases(run: RunFiles, points: int) -> Chart:
     """Draws the seconds of each phase on rank 0, stacked; if there are many steps, as means over stretches of steps."""
     rows = [row for row in run.metrics if row.get("time/step")]
     parts = sorted({name for row in rows for name in row if name.startswith("time/")} - {"time/step"})
-    inside = [name for name in parts if name not in ("time/eval", "time/checkpoint")]
+    inside = [name for name in parts if name not in ("time/eval", "time/checkpoint", "time/best")]
     size = max(1, -(-len(rows) // max(1, points // 4)))
     stretches = [rows[start : start + size] for start in range(0, len(rows), size)]
     columns: dict[str, list[float]] = {"step": [float(part[0]["step"]) for part in stretches]}

@@ -21,6 +21,7 @@ from lightrl.report.comparison import compare, options_of
 from lightrl.report.diagnosis import diagnose, summary
 from lightrl.report.run_files import Row, RunFiles
 from lightrl.report.suspicion import suspicions
+from lightrl.trainers.best import best_folder, described, record_of
 
 LIMIT = 2_000_000  # bytes of the file
 _LONGEST_TEXT = 20_000  # characters of a prompt or a response that are kept
@@ -89,7 +90,9 @@ def _samples(rated: Sequence[Sequence[Row]], room: int) -> tuple[int, str]:
 
 
 def _described(run: RunFiles) -> dict[str, Any]:
-    return {"name": run.name, "root": str(run.root), "summary": summary(run), "findings": diagnose(run)}
+    best = record_of(best_folder(run.root))
+    told = summary(run) | ({"best/": described(best)} if best else {})
+    return {"name": run.name, "root": str(run.root), "summary": told, "findings": diagnose(run)}
 
 
 def _own(name: str) -> str:

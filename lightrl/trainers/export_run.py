@@ -33,6 +33,7 @@ from lightrl.models.multimodal import MediaProcessor
 from lightrl.models.policy import load_policy, load_tokenizer
 from lightrl.strategy import create_strategy
 from lightrl.strategy.saving.state_files import HASH_FILE
+from lightrl.trainers.best import step_of_best
 from lightrl.trainers.earlier_run import last_step, read_rows
 from lightrl.trainers.hash_run import compared
 from lightrl.trainers.model_card import write_card
@@ -48,17 +49,15 @@ def main(arguments: Sequence[str]) -> int:
         if not (run / "config.yaml").is_file():
             raise ValueError(f"{run} is no folder of a run: give one.")
         config = _config_of(run)
-        final = None if asked.step else _step_of_final(run, config)
-        done = _checkpoint_of(run, asked.step) if final is None else final
-        name = f"step-{done}" if final is None else "final"
+        name, done = _chosen(run, config, asked)
         target = Path(asked.output) if asked.output else run / "exports" / name
         if target.exists():
             raise ValueError(f"{target} exists. Delete it, or name another folder by --output.")
         upload = _uploader(asked.push) if asked.push else None
-        if final is None:
-            _write(config, run, done, target)
+        if name in ("final", "best"):
+            shutil.copytree(run / name, target)
         else:
-            shutil.copytree(run / "final", target)
+            _write(config, run, done, target)
         write_card(target, run, config, step=done)
         print_text(f"model: {target}")
         if upload is not None:
@@ -71,11 +70,12 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightrl export",
-        description="Write the model of a run as a Hugging Face folder with a model card: final/, or a checkpoint.",
+        description="Write the model of a run as a Hugging Face folder with a card: final/, best/, or a checkpoint.",
     )
     parser.add_argument("run", metavar="RUN", help="folder of the run")
     parser.add_argument("--step", type=int, default=0, help="a checkpoint's step (default: final/, or the newest)")
-    parser.add_argument("--output", metavar="DIR", help="folder to write (default: RUN/exports/step-N)")
+    parser.add_argument("--best", action="store_true", help="best/, the model that --eval.best has kept")
+    parser.add_argument("--output", metavar="DIR", help="folder to write (default: RUN/exports/NAME)")
     parser.add_argument("--hub.push", dest="push", metavar="NAME", help="upload it to this repository of the hub")
     return parser
 
@@ -95,6 +95,17 @@ def _config_of(run: Path) -> RunConfig:
     if kind is None:
         raise ValueError(f"{run} trained no language model: final/ holds its model.")
     return parse_config(kind, ["--config", str(run / "config.yaml"), "--log.to="])  # loggers may be installed elsewhere
+
+
+def _chosen(run: Path, config: RunConfig, asked: argparse.Namespace) -> tuple[str, int]:
+    """Returns the name of the model to export, final, best or step-N, and its step."""
+    if asked.best and asked.step:
+        raise ValueError("--best and --step name two models: give one.")
+    if asked.best:
+        return "best", step_of_best(run)
+    final = None if asked.step else _step_of_final(run, config)
+    step = _checkpoint_of(run, asked.step) if final is None else final
+    return f"step-{step}" if final is None else "final", step
 
 
 def _step_of_final(run: Path, config: RunConfig) -> int | None:

@@ -1,7 +1,7 @@
 """The folder of a run: the logs in it, the process that owns it, and the inputs that the run began with.
 
 It holds owner.json while a run lives, config.yaml, inputs.json, metrics.jsonl, samples.jsonl, tensorboard/,
-checkpoints/, final/ and final_ema/.
+checkpoints/, best/, final/ and final_ema/.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """The options of evaluations."""
 
+from typing import Any
+
 import pytest
 
-from lightrl.config import EvalConfig, GRPOConfig
+from lightrl.config import EvalConfig, EvaluateConfig, ExampleEvalConfig, GRPOConfig, SFTConfig, WorkflowConfig
 
 
 def test_options_that_contradict_are_told() -> None:
@@ -12,3 +14,46 @@ def test_options_that_contradict_are_told() -> None:
         GRPOConfig(eval=EvalConfig(n=4, temperature=0.0))
     with pytest.raises(ValueError, match="--eval.k is"):
         GRPOConfig(eval=EvalConfig(n=4, k=(0,)))
+
+
+@pytest.mark.parametrize(
+    ("name", "metric", "is_lowest"),
+    [
+        ("eval/accuracy", "eval/accuracy", False),
+        ("eval/loss", "eval/loss", True),
+        ("eval/loss:max", "eval/loss", False),
+        ("eval/truncated:min", "eval/truncated", True),
+        ("eval/pass@8", "eval/pass@8", False),
+    ],
+)
+def test_the_best_model_is_that_of_a_metric(name: str, metric: str, is_lowest: bool) -> None:
+    config = EvalConfig(best=name, n=8, k=(8,))
+    GRPOConfig(eval=config)
+    assert (config.best_metric, config.best_is_lowest) == (metric, is_lowest)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"eval": EvalConfig(every=0, best="eval/reward")}, "--eval.every 0 makes none: raise it"),
+        ({"eval": EvalConfig(best="reward/mean")}, "is no metric of an evaluation, which begins with eval/"),
+        ({"eval": EvalConfig(best="eval/pass@4", n=8, k=(8,))}, "eval/pass@4 is not evaluated: give --eval.k 4"),
+        ({"eval": EvalConfig(best="eval/avg@4", n=8)}, "eval/avg@4 is not evaluated: give --eval.n 4"),
+        ({"eval": EvalConfig(best="eval/reward"), "train_data": "mine.jsonl"}, "give data for them by --eval_data"),
+        (
+            {"eval": EvalConfig(best="eval/reward"), "rollout": WorkflowConfig(from_="record")},
+            "--rollout.from makes none: leave it out",
+        ),
+    ],
+)
+def test_a_best_model_that_no_evaluation_chooses_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        GRPOConfig(**options)
+
+
+def test_offline_runs_and_evaluations_check_it_too() -> None:
+    with pytest.raises(ValueError, match="give data for them by --eval_data"):
+        SFTConfig(train_data="mine.jsonl", eval=ExampleEvalConfig(best="eval/loss"))
+    SFTConfig(train_data="mine.jsonl", eval_data="mine.jsonl", eval=ExampleEvalConfig(best="eval/loss"))
+    with pytest.raises(ValueError, match="--eval.best applies to training: an evaluation takes no steps"):
+        EvaluateConfig(eval=EvalConfig(best="eval/reward"))

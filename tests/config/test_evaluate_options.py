@@ -53,6 +53,7 @@ def test_of_the_file_of_a_training_only_what_evaluates_is_read(
         GRPOConfig(**options, rollout=WorkflowConfig(max_staleness=1, max_groups=2)),  # of the schedule
     ):
         path = tmp_path / "config.yaml"
+        config.eval.best = "eval/reward"
         path.write_text(to_yaml(config))
         read = parse_config(EvaluateConfig, ["--config", str(path), "--model", "runs/a/final", "--eval.n", "4"])
         assert (read.model, read.max_new_tokens, read.reward, read.eval.n) == ("runs/a/final", 64, config.reward, 4)

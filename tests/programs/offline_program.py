@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lightrl.config import DeepSpeedConfig, DPOConfig, LoraConfig, OptimConfig, RMConfig, SFTConfig
+from lightrl.config import DeepSpeedConfig, DPOConfig, ExampleEvalConfig, LoraConfig, OptimConfig, RMConfig, SFTConfig
 from lightrl.config.reference_section import ReferenceConfig
 from lightrl.trainers.dpo import DPOTrainer
 from lightrl.trainers.reward_model import RMTrainer
@@ -22,7 +22,13 @@ KINDS: dict[str, tuple[Any, Any]] = {
 
 def fit(kind: str, options: dict[str, Any]) -> Any:
     config_class, trainer_class = KINDS[kind]
-    sections = {"optim": OptimConfig, "deepspeed": DeepSpeedConfig, "lora": LoraConfig, "reference": ReferenceConfig}
+    sections: dict[str, Any] = {
+        "optim": OptimConfig,
+        "deepspeed": DeepSpeedConfig,
+        "lora": LoraConfig,
+        "reference": ReferenceConfig,
+    }
+    sections |= {"eval": ExampleEvalConfig}
     built = {name: sections[name](**value) if name in sections else value for name, value in options.items()}
     trainer = trainer_class(config_class(**built))
     trainer.fit()

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lightrl.comm import Comm
-from lightrl.config import GRPOConfig, LogConfig, RolloutLogConfig, SFTConfig
+from lightrl.config import ExampleEvalConfig, GRPOConfig, LogConfig, RolloutLogConfig, SFTConfig
 from lightrl.config.export_sections import ExportConfig, HubConfig
 from lightrl.trainers.fit import RunConsole, RunLog, Shown, observers
 from lightrl.trainers.run_folder import RunFolder
@@ -75,6 +75,7 @@ def test_only_what_is_asked_for_looks_on() -> None:
     assert observers(SFTConfig(log=LogConfig(to="tensorboard"))) == (loggers,)
     assert observers(GRPOConfig(log=RolloutLogConfig(to="tensorboard", tokens=True))) == (tokens, loggers)
     assert observers(GRPOConfig(export=ExportConfig(every=2), profile="3"))[1] == exporting
+    assert observers(SFTConfig(eval=ExampleEvalConfig(best="eval/loss"))) == ("lightrl.trainers.best:Best",)
     assert observers(GRPOConfig(hub=HubConfig(push="me/model"))) == (exporting,)
 
 

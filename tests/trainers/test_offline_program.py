@@ -22,6 +22,7 @@ from lightrl.builtin.model import builtin_tokenizer
 from lightrl.config import CheckpointConfig, ExampleEvalConfig, LogConfig, ResponseDataConfig, SFTConfig, parse_config
 from lightrl.models.reward_model import load_reward_model
 from lightrl.testing import run_program, run_spmd
+from lightrl.trainers.best import step_of_best
 from lightrl.trainers.sft import SFTTrainer
 
 Options = Callable[[str], dict[str, Any]]
@@ -81,8 +82,9 @@ def test_the_run_does_not_depend_on_the_micro_batch(
 def test_the_run_is_the_same_on_two_ranks(
     spread: str, offline_flags: Options, alone: dict[str, Path], metrics_of: ReadMetrics, tmp_path: Path
 ) -> None:
+    options = {**SPREADS[spread], "eval": {"best": "eval/loss"}}
     runs = [
-        {"kind": kind, "options": plain(offline_flags(kind), tmp_path / kind, **SPREADS[spread], **MORE[kind])}
+        {"kind": kind, "options": plain(offline_flags(kind), tmp_path / kind, **options, **MORE[kind])}
         for kind in KINDS
     ]
     (tmp_path / "runs.json").write_text(json.dumps(runs))
@@ -91,7 +93,10 @@ def test_the_run_is_the_same_on_two_ranks(
     assert "all done" in output
     assert "returned a view" not in output  # which FSDP warns of
     for kind in KINDS:
-        check_same(metrics_of(alone[kind]), metrics_of(tmp_path / kind))
+        rows = metrics_of(tmp_path / kind)
+        check_same(metrics_of(alone[kind]), rows)
+        lowest = min(row["eval/loss"] for row in rows if "eval/loss" in row)
+        assert next(row["step"] for row in rows if row.get("eval/loss") == lowest) == step_of_best(tmp_path / kind)
     if spread == "fsdp":  # one process goes on where the two ranks stopped, as where it stopped itself
         for kind in ("sft", "dpo"):
             stopped = tmp_path / f"alone {kind}"
