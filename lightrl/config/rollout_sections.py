@@ -252,6 +252,9 @@ class EvalConfig(EvalScheduleConfig):
     k: tuple[int, ...] = option((), at_least=1)
     """Report pass@k for these k: the probability that at least one of k samples of a prompt is right, estimated from
     all n."""
+    majority: bool = False
+    """Report maj@N for --eval.n N: the accuracy of the answer that most of the N samples of a prompt give. Rewards
+    exact_match, last_number, math and reasoning_gym read answers, and one of your own with answer_of(sample)."""
     source_field: str = ""
     """Field of a line that names the source of its prompt, such as source; the metrics are then also reported for each
     source."""
@@ -266,15 +269,29 @@ class EvalConfig(EvalScheduleConfig):
             raise ValueError(
                 f"--eval.temperature 0 gives {self.n} equal samples of a prompt: raise it, or leave --eval.n at 1."
             )
+        if self.majority and self.n < 2:
+            raise ValueError("--eval.majority needs several samples of a prompt: give --eval.n, such as 8.")
+        if "maj@" in self.best and not self.majority:
+            raise ValueError(f"--eval.best {self.best} is not evaluated: give --eval.majority True.")
         kind, _, number = self.best_metric.rpartition("/")[2].partition("@")
-        options = {"pass": ("--eval.k", self.k), "avg": ("--eval.n", (self.n,))}
+        options = {"pass": ("--eval.k", self.k), "avg": ("--eval.n", (self.n,)), "maj": ("--eval.n", (self.n,))}
         if kind in options and number not in map(str, options[kind][1]):
             raise ValueError(f"--eval.best {self.best} is not evaluated: give {options[kind][0]} {number}.")
+
+
+_ANSWERING = ("exact_match", "last_number", "math", "reasoning_gym")  # built-in rewards that read answers
 
 
 def check_eval(config: Any) -> None:
     """Raises ValueError for options of a run's evaluations that it cannot obey."""
     check_temperatures(config)
+    if getattr(config.eval, "majority", False):
+        names = [text.split("=")[0] for text in config.reward]
+        if not any(name in _ANSWERING or ":" in name for name in names):
+            raise ValueError(
+                f"--eval.majority needs a reward that reads the answer of a response, and {', '.join(names)} does not: "
+                f"use one of {', '.join(_ANSWERING)}, or your own with answer_of(sample)."
+            )
     if not config.eval.best:
         return
     if getattr(getattr(config, "rollout", None), "from_", ""):

@@ -72,6 +72,16 @@ class MathAnswer:
             raise NoVerdictError(f"math-verify cannot compare the response with the answer: {error}") from error
         return float(is_right)
 
+    def answer_of(self, sample: Sample, /) -> str | None:
+        """Returns the answer that math-verify reads, for --eval.majority: a number by its value, to ten digits."""
+        verifier = _verifier()
+        try:
+            given = _parse_given(verifier, sample.text)
+            is_number = bool(given) and getattr(given[0], "is_number", False)
+            return str(given[0].evalf(10) if is_number else given[0]) if given else None
+        except Exception as error:
+            raise NoVerdictError(f"math-verify cannot read the response: {error}") from error
+
 
 def _with_verifier() -> MathAnswer:
     _verifier()

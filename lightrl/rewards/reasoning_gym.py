@@ -31,6 +31,10 @@ class ReasoningGym:
             self._scores[task] = self._find_score(task)
         return self._score(self._scores[task], self._answer(sample.text), fields["entry"])
 
+    def answer_of(self, sample: Sample) -> str | None:
+        """Returns the text of the answer, for --eval.majority."""
+        return self._answer(sample.text) or None
+
     @staticmethod
     def _score(scores: Callable[..., float], answer: str | None, entry: Mapping[str, Any]) -> float:
         """Scores an answer; one that the task cannot read gets 0, because several tasks raise an error for it."""

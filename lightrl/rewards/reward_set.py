@@ -89,7 +89,7 @@ class RewardSet:
     def __init__(
         self, rewards: Sequence[WeightedReward], *, limits: ScoringLimits = _NO_LIMITS, policy: FailurePolicy = _STRICT
     ) -> None:
-        self.rewards, self.policy = list(rewards), policy
+        self.rewards, self.policy, self.limits = list(rewards), policy, limits
         _check_labels([item.label for item in rewards])
         alone = [item for item in rewards if not is_collective(item.reward)]
         self._runners = {item.label: make_runner(item.reward, limits, name=item.label) for item in alone}

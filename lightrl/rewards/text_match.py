@@ -29,6 +29,13 @@ def exact_match(sample: Sample) -> float:
 exact_match.needs_time_limit = False  # type: ignore[attr-defined]  # a timer takes longer than the comparison
 
 
+def _stripped(sample: Sample) -> str | None:
+    return sample.text.strip() or None
+
+
+exact_match.answer_of = _stripped  # type: ignore[attr-defined]  # for --eval.majority
+
+
 def contains(sample: Sample) -> float:
     """Returns 1 if the answer's text occurs anywhere in the response, also inside a longer word or number."""
     return float(expected_answer(sample) in sample.text)
@@ -40,6 +47,13 @@ def last_number(sample: Sample) -> float:
     if expected is None:
         raise ValueError(f"the prompt's answer {sample.prompt.answer!r} holds no number to compare with")
     return float(_last_number_in(sample.text) == expected)
+
+
+def _last_number_of(sample: Sample) -> Decimal | None:
+    return _last_number_in(sample.text)
+
+
+last_number.answer_of = _last_number_of  # type: ignore[attr-defined]
 
 
 def expected_answer(sample: Sample) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -80,8 +81,13 @@ class IsolatedRunner(RewardRunner):
 class WorkerPool:
     """A pool of processes that are started at their first use and then kept; one thread at a time calls it."""
 
-    def __init__(self, reward: Any, isolation: Isolation, *, num_workers: int, timeout_s: float) -> None:
+    def __init__(
+        self, reward: Any, isolation: Isolation, *, num_workers: int, timeout_s: float, call: Any = None
+    ) -> None:
+        """call: what the processes call with a sample; None: the reward itself."""
         self._name, self._packed = reward_name(reward), packed_for_worker(reward)
+        if call is not None:
+            self._packed = (self._packed[0], pickle.dumps(call))
         self._isolation = isolation
         self._num_workers = max(1, num_workers)
         self._timeout_s = min((limit for limit in (timeout_s, isolation.timeout_s) if limit), default=0.0)

@@ -140,6 +140,7 @@ class Collector(Scorer):
     """Samples and scores this rank's prompts. Every rank calls each method, even without prompts."""
 
     make_statistics: type[Statistics] = Statistics  # of an evaluation
+    describe_groups = staticmethod(describe_groups)  # adds its metrics of several samples a prompt
 
     def __init__(
         self,
@@ -232,7 +233,7 @@ class Collector(Scorer):
         rewards = [reward for reward in scored if has_reward(reward)]
         if n > 1 or ks or source_field:
             groups = grouped(samples, scored, n, step=0)
-            describe_groups(groups, statistics, ks=ks, source_field=source_field, prefix="eval/")
+            self.describe_groups(groups, statistics, ks=ks, source_field=source_field, prefix="eval/")
         elif rewards:
             statistics.values("eval/reward", rewards)
             statistics.mean("eval/accuracy", sum(reward >= 1 for reward in rewards), len(rewards))

@@ -59,11 +59,16 @@ def describe_groups(
         rewards = [reward for reward in group.rewards if has_reward(reward)]
         if not rewards:
             continue
-        _describe(rewards, len(group.rewards), statistics, ks, prefix)
-        if source_field:
-            found = inner_value(group.samples[0].prompt.fields, source_field)
-            source = "other" if found is None else found
-            _describe(rewards, len(group.rewards), statistics, ks, f"{prefix}{source}/")
+        for start in prefixes_of(group, source_field, prefix):
+            _describe(rewards, len(group.rewards), statistics, ks, start)
+
+
+def prefixes_of(group: ScoredGroup, source_field: str, prefix: str) -> list[str]:
+    """Returns how the names of a group's metrics begin: with prefix, and if there is a source with that, too."""
+    if not source_field:
+        return [prefix]
+    found = inner_value(group.samples[0].prompt.fields, source_field)
+    return [prefix, f"{prefix}{'other' if found is None else found}/"]
 
 
 def _describe(rewards: Sequence[float], size: int, statistics: Statistics, ks: Sequence[int], prefix: str) -> None:

@@ -15,13 +15,24 @@ from lightrl.data.prompts import held_out_of, shorten
 from lightrl.records import Sample
 from lightrl.rewards import OwnRewards
 from lightrl.rewards.reward_set import RewardSet
+from lightrl.rollout.collector import Collector
+from lightrl.rollout.majority import add_majority
 from lightrl.strategy import StrategyBase
 from lightrl.trainers.fit import Trainer
+from lightrl.trainers.observer import Observer
 from lightrl.trainers.policy_step import PromptData, start_engine
 from lightrl.trainers.run import RunContext, load_start_policy
 from lightrl.wording import counted
 
 _NUM_SHOWN = 3  # number of responses shown on the terminal
+
+
+class MajorityVotes(Observer):
+    """Lets the evaluations of a trainer that samples on its own ranks report maj@N (--eval.majority)."""
+
+    def __init__(self, trainer: Any) -> None:
+        if isinstance(trainer.collector, Collector):  # otherwise the collector that it asks does it
+            add_majority(trainer.collector, trainer.rewards, trainer.strategy.comm)
 
 
 class Evaluator(Trainer):
@@ -50,6 +61,8 @@ class Evaluator(Trainer):
             policy = load_start_policy(self.run, is_reference=True)
         self.model = self.strategy.prepare_frozen(policy)
         self.collector = start_engine(self.run, self.model, self.rewards)
+        if config.eval.majority:
+            add_majority(self.collector, self.rewards, self.strategy.comm)
         self.responses: list[dict[str, Any]] = []  # samples of the last evaluation, on rank 0
 
     def step(self) -> NoReturn:

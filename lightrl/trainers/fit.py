@@ -50,6 +50,7 @@ _OBSERVERS = {  # option -> what makes the observer that it asks for
     "log.tokens": "lightrl.trainers.token_log:token_log",
     "health.max_bad_steps": "lightrl.trainers.health:bad_steps",
     "log.to": "lightrl.trainers.loggers.attach:Loggers",
+    "eval.majority": "lightrl.trainers.evaluation:MajorityVotes",
     "eval.best": "lightrl.trainers.best:Best",
     "ema_decay": "lightrl.trainers.export:AverageExport",  # last, so that the others see its exports
 }

@@ -10,6 +10,7 @@ from typing import Any
 
 from lightrl.config import GRPOConfig, PPOConfig, RolloutConfig, exit_with_user_error, parse_config
 from lightrl.config.yaml_text import read_yaml
+from lightrl.rollout.majority import add_majority
 from lightrl.rollout.recorded_schedule import read_schedule
 from lightrl.rollout.replayed_collector import ReplayedCollector
 from lightrl.rollout.replayed_episodes import ReplayedEpisodes
@@ -29,12 +30,15 @@ class Replay(Trainer):
     made_by = None  # the recorded run's options decide what is learned; its ranks are not needed
     prompts: Any  # the trainer's PromptData
     collector: Any
+    rewards: Any
 
     def __init__(self, config: RolloutConfig, recorded: Path) -> None:
         schedule = read_schedule(recorded)
         if config.engine_tp_size > 1:
             raise ValueError("A run is repeated by engines of one rank: add --engine_tp_size 1.")
         super().__init__(config)
+        if config.eval.majority:
+            add_majority(self.collector, self.rewards, self.strategy.comm)
         make = ReplayedCollector if self.run.workflow is None else ReplayedEpisodes
         self.collector = make(self.collector, self.strategy, schedule, config=config, prompts=self.prompts.train)
 

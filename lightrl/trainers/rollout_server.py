@@ -23,6 +23,7 @@ from lightrl.roles import Role
 from lightrl.rollout.collector import Collector, grouped, sampling_of
 from lightrl.rollout.episode_collector import EpisodeCollector, collector_of_episodes
 from lightrl.rollout.episode_production import EpisodeProduction
+from lightrl.rollout.majority import add_majority
 from lightrl.rollout.production import Production
 from lightrl.rollout.sample_messages import to_bytes
 from lightrl.rollout.saved_groups import group_state
@@ -52,6 +53,8 @@ class RolloutServer:
             self.prompts = PromptData(self.run)
             self._start_engine()
             self.collector = self._make_collector()
+            if config.eval.majority:
+                add_majority(self.collector, self.rewards, self.strategy.comm)
             self.production = self._make_production() if config.rollout.max_staleness else None
         except Exception as error:
             self.link.peers.report(error)

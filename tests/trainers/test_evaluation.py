@@ -2,12 +2,13 @@
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightrl.config import EvalConfig, EvaluateConfig, GRPOConfig
+from lightrl.config import EvalConfig, EvaluateConfig, GRPOConfig, RolloutLogConfig
 from lightrl.testing import run_program, run_spmd
 from lightrl.trainers.evaluation import Evaluator
 from lightrl.trainers.grpo import GRPOTrainer
@@ -27,10 +28,11 @@ def data(toy: Path, tmp_path: Path) -> Path:
 def test_the_program_gives_the_same_on_two_ranks(toy: Path, data: Path, tmp_path: Path) -> None:
     (tmp_path / "odd.py").write_text(
         "def is_odd(sample):\n    return float(sample.text.strip()[-1:] in list('13579'))\n"
+        "is_odd.answer_of = lambda sample: sample.text.strip()[-1:] or None\n"
     )
     flags = [
         *("--model", str(toy / "model"), "--eval_data", str(data), "--reward", f"{tmp_path / 'odd.py'}:is_odd"),
-        *("--eval.n", "4", "--eval.k", "1", "4", "--eval.source_field", "source"),
+        *("--eval.n", "4", "--eval.k", "1", "4", "--eval.source_field", "source", "--eval.majority", "True"),
     ]
     folders = [tmp_path / "one", tmp_path / "two"]
     printed = run_program([sys.executable, str(SCRIPT), *flags, "--output_dir", str(folders[0])], timeout_s=240)
@@ -49,6 +51,12 @@ def test_the_program_gives_the_same_on_two_ranks(toy: Path, data: Path, tmp_path
     metrics = one["metrics"]
     assert metrics["eval/pass@1"] == pytest.approx(metrics["eval/avg@4"]) == pytest.approx(metrics["eval/accuracy"])
     assert 0 < metrics["eval/pass@1"] < metrics["eval/pass@4"] <= 1
+    accuracy = 0.0
+    for start in range(0, 20, 4):
+        votes = Counter(row["response"].strip()[-1:] for row in rows[start : start + 4] if row["response"].strip())
+        most = [answer for answer, count in votes.items() if count == max(votes.values())]
+        accuracy += sum(answer in "13579" for answer in most) / max(1, len(most)) / 5
+    assert metrics["eval/maj@4"] == pytest.approx(accuracy)
     by_source = 3 / 5 * metrics["eval/a/pass@4"] + 2 / 5 * metrics["eval/b/pass@4"]
     assert metrics["eval/pass@4"] == pytest.approx(by_source)
 
@@ -75,6 +83,25 @@ def test_an_evaluation_leaves_the_training_as_it_is(toy_options: dict[str, Any],
         return found
 
     assert losses("with", evaluates=True) == losses("without", evaluates=False)
+
+
+def test_a_training_reports_the_majority(toy_options: dict[str, Any], data: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def own(sample):\n    return 1.0\n\nown.answer_of = lambda sample: sample.text\n")
+    options = toy_options | {"reward": (f"{tmp_path / 'own.py'}:own",), "output_dir": str(tmp_path / "run")}
+    trainer = GRPOTrainer(
+        GRPOConfig(
+            **options,
+            eval_data=str(data),
+            num_prompts=2,
+            max_steps=1,
+            eval=EvalConfig(n=3, majority=True, best="eval/maj@3"),
+            log=RolloutLogConfig(tensorboard=False),
+        )
+    )
+    assert trainer.fit()["eval/maj@3"] == 1.0
+    trainer.close()
+    record = json.loads((tmp_path / "run" / "best" / "best.json").read_text())
+    assert (record["metric"], record["step"]) == ("eval/maj@3", 0)
 
 
 def test_prompts_of_trainings_are_not_taken_for_held_out_ones(
