@@ -6,6 +6,7 @@ What an episode computes between two calls must therefore depend only on what it
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -30,6 +31,7 @@ class Journal:
     completions: dict[Number, Completion] = field(default_factory=dict)  # by the number of the call
     partials: dict[Number, Completion] = field(default_factory=dict)  # of calls that the last phase has stopped halfway
     results: dict[Number, Any] = field(default_factory=dict)  # of tools
+    shown: dict[Number, str] = field(default_factory=dict)  # digests of the images and videos that a call showed
     num_calls: int = 0  # in the present run of the episode's code
     num_results: int = 0
     shared: list[Number] = field(default_factory=list)  # calls for all siblings in this run of the code, in order
@@ -48,7 +50,7 @@ class Journal:
 
     def forget(self) -> None:
         """Erases the journal for an episode that starts over from its prompt."""
-        self.completions, self.partials, self.results = {}, {}, {}
+        self.completions, self.partials, self.results, self.shown = {}, {}, {}, {}
         self.rewind()
 
     @property
@@ -86,10 +88,15 @@ class Journal:
 
         The results of tools behind it go with it, since they answer what its tokens asked for.
         """
-        if asked.images or asked.videos:  # the record has their tokens, too
-            return
+        digest = _digest(asked) if asked.images or asked.videos else ""
+        known = self.shown.get(number, digest)  # checkpoints of older versions have none
+        if digest:
+            self.shown[number] = digest
         for records in (self.completions, self.partials):
-            if number in records and tuple(records[number].prompt_token_ids) != tuple(asked.token_ids):
+            if number not in records:
+                continue
+            has_other_ids = tuple(records[number].prompt_token_ids) != tuple(asked.token_ids)
+            if known != digest if digest else has_other_ids:  # with images the record has their tokens, too
                 del records[number]
                 for result in [result for result in self.results if self._is_behind(result, number)]:
                     del self.results[result]
@@ -121,6 +128,7 @@ class Journal:
             "completions": {number: completion_state(item) for number, item in self.completions.items()},
             "partials": {number: completion_state(item) for number, item in self.partials.items()},
             "results": dict(self.results),
+            "shown": dict(self.shown),
         }
 
     @classmethod
@@ -133,7 +141,16 @@ class Journal:
             {_number(key): completion_from(item) for key, item in state["completions"].items()},
             {_number(key): completion_from(item) for key, item in state["partials"].items()},
             {_number(key): item for key, item in state["results"].items()},
+            {_number(key): item for key, item in state.get("shown", {}).items()},
         )
+
+
+def _digest(asked: EnginePrompt) -> str:
+    """Returns a digest of a prompt with its images and videos, to tell whether a call asks for the same again."""
+    digest = hashlib.sha256(repr(asked.token_ids).encode())
+    for item in (*asked.images, *asked.videos):
+        digest.update(item.tobytes())
+    return digest.hexdigest()
 
 
 def _number(key: Number) -> Number:

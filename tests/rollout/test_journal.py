@@ -7,7 +7,7 @@ import json
 import numpy as np
 import torch
 
-from lightrl.engines.base import Completion
+from lightrl.engines.base import Completion, EnginePrompt
 from lightrl.engines.native.cache import LayerStorage
 from lightrl.engines.native.kept_rows import KeptRow
 from lightrl.rollout.journal import CURRENT, Journal, for_all_siblings, remembered
@@ -83,6 +83,7 @@ def test_a_journal_goes_through_a_checkpoint() -> None:
     journal.completions[0] = completion(finish_reason="stop", routing=np.full((5, 1, 2), 3, np.int16))
     journal.partials[1] = completion()
     journal.results[0] = ["text", False]
+    journal.shown[1] = "digest"
     file = io.BytesIO()
     torch.save(journal.state_dict(), file)
     file.seek(0)
@@ -104,3 +105,17 @@ def test_what_the_engine_keeps_is_in_no_checkpoint_and_can_be_let_go_of() -> Non
     journal.let_go()
     assert journal.num_kept_bytes == 0
     assert kept.is_empty  # for whoever else has the completion
+
+
+def test_a_call_that_shows_other_images_is_forgotten() -> None:
+    red, blue = np.zeros((2, 2, 3), np.uint8), np.ones((2, 2, 3), np.uint8)
+    journal = Journal(4, 2, 1)
+    for number, image in enumerate((red, blue)):
+        journal.forget_other(number, EnginePrompt(token_ids=(1, 9), images=(image,)))
+        journal.completions[number] = completion(prompt_token_ids=(1, 9, 9))
+    journal.completions[2] = completion(prompt_token_ids=(1, 9, 9))  # of a checkpoint without digests
+    again = Journal.from_state(json.loads(json.dumps({**journal.state_dict(), "completions": {}})))
+    again.completions = dict(journal.completions)
+    for number in range(3):
+        again.forget_other(number, EnginePrompt(token_ids=(1, 9), images=(red,)))
+    assert sorted(again.completions) == [0, 2]
