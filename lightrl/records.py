@@ -113,6 +113,9 @@ class Sample:
     allowed: NDArray[np.int32] | None = field(default=None, compare=False, repr=False)
     """[m, 2]: pairs of an index in the response and a token that --top_p and --top_k left to draw from there, including
     the token that was drawn. At an index without a pair, or if None, the whole vocabulary was left."""
+    images: tuple[bytes, ...] = field(default=(), repr=False)
+    """Image files that environments and tools have shown, in the order of their tokens, which are in response_ids or,
+    for a prompt without images of its own, in prompt_ids."""
     turns: tuple[int, ...] = (0,)  # index in response_ids at which each turn of the policy begins
     reward: float | None = None  # given by the workflow; --reward episode reads it
     turn_rewards: tuple[float, ...] = ()  # each turn's share of it; if shorter than turns, later turns earned nothing

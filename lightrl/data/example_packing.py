@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from lightrl.data.packing import TokenValues, dummy_batch, pack
-from lightrl.records import EncodedPrompt, Example, Experience, PackedBatch, Prompt, Sample
+from lightrl.data.packing import Encoder, TokenValues, dummy_batch, pack
+from lightrl.records import Example, Experience, PackedBatch, Prompt, Sample
 
 
 def pack_examples(
     examples: Sequence[Example],
     *,
     ref_logprobs: TokenValues | None = None,
-    encode: Callable[[Prompt], EncodedPrompt] | None = None,
+    encode: Encoder | None = None,
 ) -> PackedBatch:
     """Packs the answers of a micro-batch as sequences with the keys (example's position, index among its answers).
 
@@ -53,7 +53,7 @@ def pair_sequences(batch: PackedBatch) -> tuple[Tensor, Tensor]:
     return indices[0], indices[1]
 
 
-def _as_experience(example: Example, index: int, encode: Callable[[Prompt], EncodedPrompt] | None) -> Experience:
+def _as_experience(example: Example, index: int, encode: Encoder | None) -> Experience:
     """Wraps an answer as a sample, although nobody sampled it: its logprobs are 0, and it has no versions."""
     answer = example.answers[index]
     prompt = Prompt(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+import reprlib
 import secrets
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.builtin.task import cache_folder
-from lightrl.data.media import in_rgb
+from lightrl.data.media import MediaError, in_rgb, require_file
 
 _DATA_URL = re.compile(r"data:image/[^,]*;base64,", re.IGNORECASE)
 _MOST_SHOWN = 40  # characters of an image that cannot be read
@@ -33,14 +34,32 @@ def as_files(images: Any) -> Any:
 
 
 def _as_file(image: Any) -> Any:
+    content = held_content(image)
+    return str(_written(content)) if isinstance(content, bytes) else content
+
+
+def held_content(image: Any) -> Any:
+    """Returns the content of the file of an image that is held; the path of one that is not; else what was given."""
     if isinstance(image, Mapping) and image and image.keys() <= {"bytes", "path"}:
         given = image.get("bytes")  # None or empty beside a path
         image = (_decoded(given) if isinstance(given, str) else given) if given else image.get("path")
     if isinstance(image, str) and _DATA_URL.match(image):
         image = _decoded(image.partition(",")[2])
-    if isinstance(image, bytes):
-        return str(_written(image))
-    return str(_written(_png(image))) if hasattr(image, "getexif") else image
+    return _png(image) if hasattr(image, "getexif") else image
+
+
+def image_content(image: Any) -> bytes:
+    """Returns the content of an image's file, for an image in any form that as_files() takes, or its path."""
+    try:
+        held = held_content(image)
+    except ValueError as error:
+        raise MediaError(f"an observation {error}") from error
+    if isinstance(held, str):
+        require_file(held, "image")
+        return Path(held).read_bytes()
+    if not isinstance(held, bytes):
+        raise MediaError(f"an image is {reprlib.repr(image)}: it must be a PIL image, a path or a data URL")
+    return held
 
 
 def _decoded(text: str) -> bytes:

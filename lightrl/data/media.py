@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 import reprlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from lightrl.models.multimodal import MediaProcessor
-from lightrl.records import EncodedPrompt, Prompt
+from lightrl.records import EncodedPrompt, Prompt, Sample
 
 _VIDEO_SUFFIXES = (".npy", ".gif", ".webp")
 _TRANSPOSED = (5, 6, 7, 8)  # EXIF orientations that swap height and width
@@ -54,11 +55,11 @@ def video_size(path: str) -> tuple[int, int, int]:
         return int(getattr(video, "n_frames", 1)), height, width
 
 
-def read_image(path: str) -> Any:
-    """Reads a PIL image in RGB, rotated as its EXIF data say."""
+def read_image(file: str | bytes) -> Any:
+    """Reads a PIL image in RGB, rotated as its EXIF data say, from a path or from the content of a file."""
     from PIL import ImageOps  # noqa: PLC0415  (optional)
 
-    with _opened(path, "image") as image:
+    with _opened(file, "image") as image:
         _header_exif(image)  # which Pillow keeps, so that image_size() and what follows agree
         return in_rgb(ImageOps.exif_transpose(image))
 
@@ -126,13 +127,32 @@ class PromptEncoder:
 
     def __call__(self, prompt: Prompt) -> EncodedPrompt:
         """Returns the encoded prompt; its files are read unless it is one of those that are kept."""
-        key = (prompt.token_ids, prompt.images, prompt.videos)
-        encoded = self._kept.pop(key, None)
-        if encoded is None:
+
+        def encode() -> EncodedPrompt:
             try:
-                encoded = self.processor.encode(prompt.token_ids, *read_media(prompt))
+                return self.processor.encode(prompt.token_ids, *read_media(prompt))
             except MediaError as error:
                 raise MediaError(f"Prompt {prompt.index}: {error}.") from error
+
+        return self._keep((prompt.token_ids, prompt.images, prompt.videos), encode)
+
+    def episode(self, sample: Sample) -> EncodedPrompt:
+        """Returns a sample whose episode has shown images of its own, encoded with its prompt and its response."""
+        prompt, whole = sample.prompt, (*sample.prompt_ids, *sample.response_ids)
+        before = self(prompt) if prompt.images or prompt.videos else None
+
+        def encode() -> EncodedPrompt:
+            try:
+                return self.processor.encode_expanded(whole, [read_image(image) for image in sample.images], before)
+            except ValueError as error:
+                raise ValueError(f"Prompt {prompt.index}, sample {sample.sample_index}: {error}.") from error
+
+        return self._keep((whole, prompt.images, prompt.videos, sample.images), encode)
+
+    def _keep(self, key: tuple[object, ...], encode: Callable[[], EncodedPrompt]) -> EncodedPrompt:
+        encoded = self._kept.pop(key, None)
+        if encoded is None:
+            encoded = encode()
             self._num_bytes += _num_bytes(encoded)
         self._kept[key] = encoded
         while self._num_bytes > self._kept_bytes and len(self._kept) > 1:
@@ -145,7 +165,8 @@ def _num_bytes(encoded: EncodedPrompt) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
 
 
-def _require_file(path: str, kind: str) -> None:
+def require_file(path: str, kind: str) -> None:
+    """Raises MediaError unless there is a file."""
     try:
         is_file = Path(path).is_file()
     except OSError:  # a name that is too long, as of base64
@@ -160,23 +181,25 @@ def _require_video_suffix(path: str) -> None:
 
 
 @contextmanager
-def _opened(path: str, kind: str) -> Iterator[Any]:
+def _opened(file: str | bytes, kind: str) -> Iterator[Any]:
     """Opens a PIL image, of which only the header is read at first; raises MediaError if PIL fails, here or later."""
+    name = file if isinstance(file, str) else f"of {len(file)} bytes"
     try:
         from PIL import Image  # noqa: PLC0415  (optional)
     except ImportError as error:
         raise ImportError('Images need Pillow and torchvision: pip install "lightrl[vision]".') from error
-    _require_file(path, kind)
+    if isinstance(file, str):
+        require_file(file, kind)
     try:
-        with Image.open(path) as image:
+        with Image.open(file if isinstance(file, str) else BytesIO(file)) as image:
             yield image
     except Exception as error:  # PIL raises what it likes for a broken file, such as SyntaxError and struct.error
-        raise MediaError(f"the {kind} {path} cannot be read ({error})") from error
+        raise MediaError(f"the {kind} {name} cannot be read ({error})") from error
 
 
 def _mapped_frames(path: str) -> Any:
     """Maps the array of a .npy file without reading it. Pickled objects are refused because they could run code."""
-    _require_file(path, "video")
+    require_file(path, "video")
     try:
         frames = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:

@@ -36,7 +36,7 @@ class MediaFields:
             return field, record.get(field) if field else None
         if record.get(kind) not in _NOTHING:
             return kind, record[kind]
-        return prompt_field, list(_held_by_parts(record[prompt_field], kind)) or None
+        return prompt_field, list(held_by_parts(record[prompt_field], kind)) or None
 
     def in_parts(self, messages: list[Record], record: Record, prompt_field: str) -> list[Record]:
         """Returns messages as parts where their texts name the places of the record's images by <image>.
@@ -48,7 +48,7 @@ class MediaFields:
         return [message if message["role"] == "assistant" else in_parts(message, kinds) for message in messages]
 
 
-def _held_by_parts(messages: Any, kind: Kind) -> Iterator[Any]:
+def held_by_parts(messages: Any, kind: Kind) -> Iterator[Any]:
     """Yields what the parts of messages hold: `path`, `url`, one named as its kind, or the `image_url` of OpenAI."""
     for message in messages if isinstance(messages, list) else ():
         content = message.get("content")

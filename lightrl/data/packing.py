@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar
@@ -37,6 +37,18 @@ class Packable(Protocol):
         ...
 
 
+class Encoder(Protocol):
+    """Encodes the images and the tokens of samples for a vision-language model: PromptEncoder."""
+
+    def __call__(self, prompt: Prompt) -> EncodedPrompt:
+        """Encodes a prompt of the data set."""
+        ...
+
+    def episode(self, sample: Sample) -> EncodedPrompt:
+        """Encodes a whole sample, whose episode may have shown images of its own."""
+        ...
+
+
 _Item = TypeVar("_Item", bound=Packable)
 Key = tuple[int, int]  # (prompt position, sample index): names a sample at any world size
 TokenValues = Mapping[Key, Sequence[float]]  # one value per response token
@@ -66,7 +78,7 @@ def pack(
     experiences: Sequence[Experience],
     *,
     temperature: float,
-    encode: Callable[[Prompt], EncodedPrompt] | None = None,
+    encode: Encoder | None = None,
     **columns: Unpack[TokenColumns],
 ) -> PackedBatch:
     """Lays the samples of a micro-batch end to end, shortest first, with equal lengths adjacent.
@@ -169,20 +181,27 @@ def _cannot_pack(samples: Sequence[Sample]) -> ValueError:
     return ValueError(f"Prompt {index} has images or videos: they need an encoder to be packed.")
 
 
-def _encoded(samples: Sequence[Sample], encode: Callable[[Prompt], EncodedPrompt]) -> list[EncodedPrompt]:
-    """Encodes each prompt once, and checks that its tokens are those that the engine saw."""
+def _encoded(samples: Sequence[Sample], encode: Encoder) -> list[EncodedPrompt]:
+    """Encodes each prompt once, and checks that its tokens are those that the engine saw.
+
+    An episode with images of its own is encoded as a whole, as is one whose prompt is not that of the data set.
+    """
     prompts = {sample.prompt.index: sample.prompt for sample in samples}
     encoded = {index: encode(prompt) for index, prompt in prompts.items()}
+    found: list[EncodedPrompt] = []
     for sample in samples:
-        ours, theirs = encoded[sample.prompt.index].token_ids, sample.prompt_ids
-        if ours != theirs:
+        prompt = encoded[sample.prompt.index]
+        ours, theirs = prompt.token_ids, sample.prompt_ids
+        is_own = ours != theirs and prompt.pixel_values is None
+        if ours != theirs and not is_own:
             differs = (f"index {i}" for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1])
             raise ValueError(
                 f"Prompt {sample.prompt.index} has {len(theirs)} tokens in the engine and {len(ours)} in the trainer, "
                 f"different from {next(differs, 'the end')} on: they expand its images in different ways. Give "
                 "both the same processor settings, and use files that do not change during a run."
             )
-    return [encoded[sample.prompt.index] for sample in samples]
+        found.append(encode.episode(sample) if sample.images or is_own else prompt)
+    return found
 
 
 def _per_token(samples: Sequence[Sample], column: Any, name: str) -> Tensor:

@@ -100,14 +100,37 @@ class MediaProcessor:
             ],
         )
         patches = {self.image_token_id: iter(image_patches), self.video_token_id: iter(video_patches)}
-        in_order = [next(patches[token]) for token in token_ids if token in patches]
-        grid_thw = torch.stack([grid for _, grid in in_order]) if in_order else None
+        return self._assembled(ids, [next(patches[token]) for token in token_ids if token in patches])
+
+    def encode_expanded(
+        self, token_ids: Sequence[int], images: Sequence[Any], before: EncodedPrompt | None = None
+    ) -> EncodedPrompt:
+        """Encodes the ids of a whole episode, which an engine has expanded already, and the images in it.
+
+        Args:
+            before: the encoded prompt that the ids begin with, whose images are not among the given ones.
+        """
+        parts = [] if before is None else [(before.pixel_values, before.grid_thw)]
+        shown = [(pixels, grids) for pixels, grids in parts if pixels is not None and grids is not None]
+        encoded = self._assembled(tuple(token_ids), shown + [self._image_patches(image) for image in images])
+        num_features = 0 if encoded.grid_thw is None else int(encoded.grid_thw.prod(1).sum()) // self._per_feature
+        if len(encoded.feature_positions) != num_features:
+            raise ValueError(
+                f"the images have {num_features} tokens in the trainer and {len(encoded.feature_positions)} in the "
+                "engine. Give both the same processor settings"
+            )
+        return encoded
+
+    def _assembled(self, ids: tuple[int, ...], in_order: Sequence[tuple[Tensor, Tensor]]) -> EncodedPrompt:
+        """Returns expanded ids with the patches and the grids, [3] or [M, 3], of what they show, in token order."""
+        special = (self.image_token_id, self.video_token_id)
+        grid_thw = torch.cat([grid.view(-1, 3) for _, grid in in_order]) if in_order else None
         positions, rope_delta = rope_positions(self.config, ids, grid_thw)
         return EncodedPrompt(
             token_ids=ids,
             positions=positions,
             rope_delta=rope_delta,
-            feature_positions=torch.tensor([i for i, token in enumerate(ids) if token in patches], dtype=torch.int64),
+            feature_positions=torch.tensor([i for i, token in enumerate(ids) if token in special], dtype=torch.int64),
             pixel_values=torch.cat([part for part, _ in in_order]) if in_order else None,
             grid_thw=grid_thw,
         )

@@ -118,7 +118,7 @@ class ModelReward:
     # ---- Tokens ------------------------------------------------------------------------------------------------
 
     def _token_ids(self, sample: Sample) -> list[int]:
-        if sample.prompt.images or sample.prompt.videos:
+        if sample.prompt.images or sample.prompt.videos or sample.images:
             raise ValueError(f"Prompt {sample.prompt.index} has images or videos, which the reward model cannot see.")
         if self._renders and sample.prompt.messages:
             messages = [*map(dict, sample.prompt.messages), {"role": "assistant", "content": sample.text}]

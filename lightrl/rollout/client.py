@@ -13,10 +13,12 @@ from lightrl.data.prompts import tokenize
 from lightrl.engines.base import EnginePrompt, SamplingParams
 from lightrl.engines.stop_strings import stop_tokens
 from lightrl.models.chat_text import render
+from lightrl.models.multimodal import MediaProcessor
 from lightrl.records import Prompt
 from lightrl.rollout.driver import EpisodeDriver
 from lightrl.rollout.episode import Episode, Turn, require_ids
 from lightrl.rollout.foreign_requests import LLMResponse, answer_request
+from lightrl.rollout.observations import images_of, num_tokens, shown_in
 from lightrl.rollout.siblings import Siblings
 from lightrl.seeding import mix_seed
 
@@ -50,6 +52,7 @@ class EngineClient:
         prompt: Prompt | None = None,
         position: int = 0,
         siblings: Siblings | None = None,
+        media: MediaProcessor | None = None,
     ) -> None:
         """Serves one sample; `sampling` holds the settings of every turn, such as temperature and stop strings."""
         self.turns: list[Turn] = []  # turns that this client generated
@@ -64,6 +67,7 @@ class EngineClient:
         self._prompt = prompt
         self._position = position
         self._siblings = siblings or Siblings(1)
+        self._media = media
 
     @property
     def version(self) -> int:
@@ -82,10 +86,19 @@ class EngineClient:
         """Sampling temperature of the run, the default for every turn."""
         return self._sampling.temperature
 
-    def room(self, ids: Sequence[int]) -> int:
-        """Returns how many tokens a turn after these may have; 0 or less if the context is full."""
+    @property
+    def placeholder_ids(self) -> frozenset[int]:
+        """Ids of the tokens that stand for an image or a video; none if the model takes neither."""
+        return frozenset(() if self._media is None else (self._media.image_token_id, self._media.video_token_id))
+
+    def room(self, ids: Sequence[int], *behind: Sequence[int]) -> int:
+        """Returns how many tokens a turn after these, and those behind them, may have; 0 or less if there is no room.
+
+        An image counts with the tokens that it becomes: give what was heard as an argument of its own.
+        """
         num_media_tokens = self._prompt.num_media_tokens if self._prompt and self._shows_media(ids) else 0
-        return min(self.limits.max_new_tokens, self.limits.max_tokens - len(ids) - num_media_tokens)
+        length = sum(map(num_tokens, (ids, *behind))) + num_media_tokens
+        return min(self.limits.max_new_tokens, self.limits.max_tokens - length)
 
     async def generate(
         self,
@@ -129,10 +142,7 @@ class EngineClient:
             stop=(*self._sampling.stop, *_texts(stop)),
             adapter=adapter,
         )
-        prompt = EnginePrompt(token_ids=tuple(ids))
-        if self._prompt and self._shows_media(ids):
-            images, videos = self._siblings.media(self._prompt)
-            prompt = replace(prompt, images=images, videos=videos)
+        prompt = self._with_media(ids)
         completion = await self._driver.generate(prompt, params)
         turn = Turn(
             token_ids=completion.output_token_ids,
@@ -153,6 +163,16 @@ class EngineClient:
         if not stop or self._sampling.min_new_tokens:
             return ()
         return stop_tokens(stop, self.tokenizer, self._driver.engine.engine.vocab_size)
+
+    def _with_media(self, ids: Sequence[int]) -> EnginePrompt:
+        """Returns what the engine takes: the tokens, and the images and videos that they show."""
+        prompt = EnginePrompt(token_ids=tuple(ids))
+        if self._prompt and self._shows_media(ids):
+            images, videos = self._siblings.media(self._prompt)
+            prompt = replace(prompt, images=images, videos=videos)
+        if seen := images_of(ids):
+            prompt = replace(prompt, images=(*prompt.images, *(image.picture for image in seen)))
+        return prompt
 
     def _shows_media(self, ids: Sequence[int]) -> bool:
         """Returns whether the tokens begin with the prompt and it has images or videos, which the engine must see."""
@@ -195,6 +215,7 @@ class EngineClient:
             prompt=self._prompt,
             position=self._position,
             siblings=self._siblings,
+            media=self._media,
         )
         return await self._siblings.once(name, lambda: make(shared))
 
@@ -204,27 +225,32 @@ class EngineClient:
         """Returns the tokens of a text, without adding special tokens."""
         return tokenize(text, self.tokenizer, "a text of an episode", is_raw=False)
 
-    def encode_reply(self, text: str, *, role: str = "user", after: Turn) -> list[int]:
+    def encode_reply(self, text: str, *, role: str = "user", after: Turn) -> Sequence[int]:
         """Returns the tokens of one message to the policy that follows a turn; see encode_messages()."""
         return self.encode_messages([{"role": role, "content": text}], after=after)
 
-    def encode_messages(self, messages: Sequence[Mapping[str, str]], *, after: Turn) -> list[int]:
+    def encode_messages(self, messages: Sequence[Mapping[str, Any]], *, after: Turn) -> Sequence[int]:
         """Returns the tokens of messages to the policy that follow a turn.
 
         They are what the chat template puts after an answer: its end, the messages, and the beginning of the next
         answer. The end is left out if the turn already contains it. Without a chat template only the texts are encoded.
+        Images in the messages come with the tokens: Episode.hear() and room() take them as they are.
         """
-        if not self.tokenizer.chat_template:
+        shown = shown_in(messages, self.tokenizer, self._media)
+        if not shown.renderer.chat_template:
             return self.encode("".join(message["content"] for message in messages))
-        behind = text_behind_answer(self.tokenizer, messages)
+        behind = text_behind_answer(self.tokenizer, shown.messages, shown.renderer)
         ending = self.tokenizer.decode(after.token_ids[-1:], skip_special_tokens=False) if after.token_ids else ""
         if after.finish_reason == "stop" and ending and behind.startswith(ending):
             behind = behind[len(ending) :]
-        return self.encode(behind)
+        return shown.placed(self.encode(behind))
 
-    def encode_prompt(self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]]) -> list[int]:
+    def encode_prompt(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]]
+    ) -> Sequence[int]:
         """Returns the tokens of a conversation up to the policy's first turn, with tools described to it."""
-        return self.encode(chat_text(self.tokenizer, messages, tools=tools))
+        shown = shown_in(messages, self.tokenizer, self._media)
+        return shown.placed(self.encode(chat_text(shown.renderer, shown.messages, tools=tools)))
 
 
 def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]]) -> str:
@@ -239,16 +265,16 @@ def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, tools: S
     )
 
 
-def text_behind_answer(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
+def text_behind_answer(tokenizer: Any, messages: Sequence[Mapping[str, Any]], renderer: Any = None) -> str:
     """Returns what the chat template writes behind an answer: its end, these messages and the next answer's beginning.
 
-    Raises whatever the template raises.
+    Raises whatever the template raises. renderer: has the template instead of the tokenizer, for messages with images.
     """
     are_answers = any(map(_is_answer, messages[:1])) and _needs_calls(tokenizer, str(tokenizer.chat_template))
-    return (_text_behind_calls if are_answers else _text_behind_text)(tokenizer, messages)
+    return (_text_behind_calls if are_answers else _text_behind_text)(tokenizer, messages, renderer or tokenizer)
 
 
-def _is_answer(message: Mapping[str, str]) -> bool:
+def _is_answer(message: Mapping[str, Any]) -> bool:
     return message.get("role") == "tool"
 
 
@@ -258,16 +284,16 @@ def _needs_calls(tokenizer: Any, template: str) -> bool:
     answer = {"role": "tool", "tool_call_id": "000000000", "name": "tool", "content": _RESULT_MARK}
     for text_behind in (_text_behind_text, _text_behind_calls):
         try:
-            if _RESULT_MARK in text_behind(tokenizer, [answer]):
+            if _RESULT_MARK in text_behind(tokenizer, [answer], tokenizer):
                 return text_behind is _text_behind_calls
         except Exception:  # a template may raise anything
             continue
     return False
 
 
-def _text_behind_text(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
+def _text_behind_text(tokenizer: Any, messages: Sequence[Mapping[str, Any]], renderer: Any) -> str:
     marked = [{"role": "user", "content": ""}, {"role": "assistant", "content": _MARK}, *map(dict, messages)]
-    rendered = render(tokenizer, marked, add_generation_prompt=True)
+    rendered = render(renderer, marked, add_generation_prompt=True)
     _, mark, behind = rendered.partition(_MARK)
     if not mark:
         raise ValueError(
@@ -282,7 +308,7 @@ def _texts(stop: str | Sequence[str]) -> Sequence[str]:
     return (stop,) if isinstance(stop, str) else stop
 
 
-def _text_behind_calls(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
+def _text_behind_calls(tokenizer: Any, messages: Sequence[Mapping[str, Any]], renderer: Any) -> str:
     """Returns the last token of a turn that calls tools, and what the template adds for their answers."""
     calls = [
         {
@@ -296,8 +322,8 @@ def _text_behind_calls(tokenizer: Any, messages: Sequence[Mapping[str, str]]) ->
         {"role": "user", "content": ""},
         {"role": "assistant", "content": "", "tool_calls": calls},
     ]
-    before = render(tokenizer, asked, add_generation_prompt=False)
-    rendered = render(tokenizer, [*asked, *map(dict, messages)], add_generation_prompt=True)
+    before = render(renderer, asked, add_generation_prompt=False)
+    rendered = render(renderer, [*asked, *map(dict, messages)], add_generation_prompt=True)
     if not rendered.startswith(before):
         raise ValueError("it writes the call of a tool in another way when an answer follows")
     last = tokenizer(before, add_special_tokens=False)["input_ids"][-1:]

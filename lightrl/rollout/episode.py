@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightrl.records import FinishReason, Prompt, Sample
 from lightrl.rollout.branches import branch_indices
+from lightrl.rollout.observations import SeenIds, images_of, token_counts
+
+T = TypeVar("T")
 
 _TAKEN = ("turns", "failed", "filtered", "failed_share")  # metrics episode/... of describe_episodes()
 
@@ -39,6 +43,7 @@ class Episode:
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         require_ids(prompt_ids, "Episode()")
         self.prompt_ids = tuple(prompt_ids)
+        self.images = list(images_of(prompt_ids))  # seen so far, besides those of the data set's prompt
         self.response_ids: list[int] = []
         self.turns: list[int] = []  # index in response_ids at which each turn of the policy begins
         self.reward: float | None = None
@@ -47,7 +52,10 @@ class Episode:
         self.is_scored = False  # whether the reward is final, so that the run's rewards are not added
         self.branches: list[Episode] = []  # other conversations of the same agent, which share its reward
         self.finish_reason: FinishReason = "stop"
+        self._num_in_prompt = len(self.images)
         self._expanded_prompt: tuple[int, ...] = ()  # with images and videos expanded; empty: there are none
+        if self.images:
+            self._expanded_prompt = _repeated(self.prompt_ids, token_counts(self.prompt_ids, self.images))
         self._only_text: str | None = None  # text of the response as long as it is a single turn
         self._own: list[bool] = []
         self._logprobs: list[float] = []
@@ -60,9 +68,9 @@ class Episode:
         return bool(self._expanded_prompt)
 
     @property
-    def ids(self) -> tuple[int, ...]:
+    def ids(self) -> SeenIds:
         """The prompt and everything said and heard so far, from which the next turn is generated."""
-        return (*self.prompt_ids, *self.response_ids)
+        return SeenIds((*self.prompt_ids, *self.response_ids), self.images)
 
     def say(self, turn: Turn, *, trained: bool = True) -> None:
         """Adds a turn of the policy. Its tokens are trained on, or with trained=False only read and scored."""
@@ -77,7 +85,7 @@ class Episode:
         if turn.routing is not None:
             self._add_routing(turn.routing)
         if turn.expanded_ids:
-            self._expanded_prompt = turn.expanded_ids[: len(turn.expanded_ids) - len(self.response_ids)]
+            self._expanded_prompt = self._without_response(turn.expanded_ids)
         is_all = not self.response_ids
         self.turns.append(len(self.response_ids))
         self._add(turn.token_ids, trained, turn.logprobs, turn.versions)
@@ -85,8 +93,9 @@ class Episode:
         self._only_text = turn.text if is_all else None
 
     def hear(self, token_ids: Sequence[int]) -> None:
-        """Adds tokens of a tool, a user or an environment, which are read but not trained on."""
+        """Adds tokens of a tool, a user or an environment and the images among them; they are read, not trained on."""
         require_ids(token_ids, "hear()")
+        self.images += images_of(token_ids)
         version = self._versions[-1] if self._versions else 0
         self._add(token_ids, False, (0.0,) * len(token_ids), (version,) * len(token_ids))
         self._only_text = None
@@ -95,6 +104,10 @@ class Episode:
         """Records that no further turn is allowed; an episode whose last turn was cut off stays a truncated one."""
         if self.finish_reason != "length":
             self.finish_reason = "turns"
+
+    def drop_pictures(self) -> None:
+        """Frees the pixels of the images, which only further turns need; their files stay."""
+        self.images = [replace(image, picture=None) for image in self.images]
 
     def earn(self, reward: float) -> None:
         """Adds the reward that the last turn has earned to the episode's reward (--algorithm.reward_at turns)."""
@@ -114,6 +127,23 @@ class Episode:
         """Adds the experts of the tokens since the last turn; those of earlier tokens stay as they were sampled."""
         self._routing = routing if self._routing is None else np.append(self._routing, routing[len(self._routing) :], 0)
 
+    def _without_response(self, expanded_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the prompt of the ids that an engine has expanded; raises ValueError for another response."""
+        response = _repeated(self.response_ids, self._counts())
+        end = len(expanded_ids) - len(response)
+        if self.images and expanded_ids[end:] != response:
+            raise ValueError(
+                "The engine and the trainer expand an image of the episode in different ways. Give both the same "
+                "processor settings."
+            )
+        return expanded_ids[:end]
+
+    def _counts(self) -> list[int]:
+        """Returns how many tokens each id of the response becomes in the model; nothing if each is one."""
+        if len(self.images) == self._num_in_prompt:
+            return []
+        return token_counts(self.response_ids, self.images[self._num_in_prompt :])
+
     def count(self, name: str, amount: float = 1) -> None:
         """Adds an amount to a number that the step reports as episode/NAME, summed over its samples."""
         if name in _TAKEN:
@@ -122,18 +152,21 @@ class Episode:
 
     def sample(self, prompt: Prompt, position: int, sample_index: int, tokenizer: Any) -> Sample:
         """Returns the episode as a Sample; its numbers become Python's, as checkpoints hold no others."""
+        counts = self._counts()
+        starts = list(accumulate(counts, initial=0))
         return Sample(
             prompt=prompt,
             position=position,
             sample_index=sample_index,
-            response_ids=tuple(self.response_ids),
-            sampler_logprobs=tuple(self._logprobs),
-            versions=tuple(self._versions),
+            response_ids=_repeated(self.response_ids, counts),
+            sampler_logprobs=_repeated(self._logprobs, counts),
+            versions=_repeated(self._versions, counts),
             finish_reason=self.finish_reason,
             text=self._text(tokenizer),
             prompt_ids=self._expanded_prompt or self.prompt_ids,
-            own=() if all(self._own) else tuple(self._own),
-            turns=tuple(self.turns),
+            own=() if all(self._own) else _repeated(self._own, counts),
+            images=tuple(image.content for image in self.images),
+            turns=tuple(starts[turn] for turn in self.turns) if counts else tuple(self.turns),
             reward=None if self.reward is None else _number(self.reward),
             turn_rewards=tuple(map(_number, self.turn_rewards)),
             numbers={name: float(amount) for name, amount in self.numbers.items()},
@@ -168,6 +201,13 @@ def require_ids(given: Any, what: str) -> None:
             f"{what} takes the ids of tokens, not the text {given[:40]!r}. engine.encode(text) gives those of a text, "
             "engine.encode_reply(text, after=turn) those of a message."
         )
+
+
+def _repeated(values: Sequence[T], counts: Sequence[int]) -> tuple[T, ...]:
+    """Returns each value as often as its id becomes tokens in the model; without counts, once."""
+    if not counts:
+        return tuple(values)
+    return tuple(value for value, count in zip(values, counts, strict=True) for _ in range(count))
 
 
 def _number(reward: Any) -> float:

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 import traceback
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from lightrl.comm import enter_episode
 from lightrl.config import RolloutConfig
 from lightrl.engines.base import SamplingParams
 from lightrl.metrics import Statistics
+from lightrl.models.multimodal import MediaProcessor
 from lightrl.records import Prompt, Sample, Status
 from lightrl.rewards import NO_REWARD
 from lightrl.rewards.async_scoring import without_exit
@@ -165,6 +166,11 @@ class EpisodeCollector(EpisodeScorer, Collector):
         share = self._max_groups * self._strategy.serving.group.size // self._comm.world
         return asyncio.Semaphore(max(1, share) * group_size)
 
+    @property
+    def _media(self) -> MediaProcessor | None:
+        """What reads the images of observations; None if they may have none."""
+        return self._strategy.media
+
     def workflow_of(self, job: EpisodeJob) -> Workflow:
         """Returns the workflow that makes the sample of a job, which is that of the run."""
         return self._workflow
@@ -182,6 +188,7 @@ class EpisodeCollector(EpisodeScorer, Collector):
             prompt=job.prompt,
             position=job.position,
             siblings=siblings,
+            media=self._media,
         )
         enter_episode()
         began = time.monotonic()
@@ -260,6 +267,10 @@ def _as_episode(made: Any, client: EngineClient, prompt: Prompt) -> Episode | No
     episodes = [item if isinstance(item, Episode) else episode_of_tensors(item, client.turns) for item in several]
     if prompt.images or prompt.videos:
         _require_media(episodes, prompt)
+    if client.placeholder_ids:
+        _require_images(episodes, prompt, client.placeholder_ids)
+    for item in episodes:
+        item.drop_pictures()
     episode = episode_of_several(episodes)
     if client.has_rewarded:
         if episode.reward is None:
@@ -278,6 +289,18 @@ def _require_media(episodes: Sequence[Episode], prompt: Prompt) -> None:
             "of engine.generate(episode.ids) by say(). Prompts that a chat template renders again, as with tools, and "
             "tensors do not keep them."
         )
+
+
+def _require_images(episodes: Sequence[Episode], prompt: Prompt, placeholder_ids: Collection[int]) -> None:
+    """Raises ValueError for an episode that has places of images without the images."""
+    num_in_prompt = sum(token in placeholder_ids for token in prompt.token_ids)
+    for episode in episodes:
+        count = sum(token in placeholder_ids for token in episode.ids) - num_in_prompt
+        if count != len(episode.images):
+            raise ValueError(
+                f"The episode has {count} places of images and {len(episode.images)} images. Give the result of "
+                "engine.encode_messages() to hear() as it is, with its images; and tensors cannot have any."
+            )
 
 
 def _is_over(sample: Sample) -> bool:

@@ -104,8 +104,8 @@ class McpServer:
             tools += page.tools  # none on a page whose tools the server keeps from this client, for example
         raise ValueError(f"its list of tools does not end; it has given {len(tools)}")
 
-    async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Returns the text of a tool's result; raises McpToolError if the server reports an error."""
+    async def call(self, name: str, arguments: dict[str, Any]) -> str | list[dict[str, Any]]:
+        """Returns a tool's result, its text, or parts if it has images; raises McpToolError for the server's errors."""
         session, loop = self._running
         if not loop.is_running():
             await in_daemon_thread(self._revive, {"session": session})
@@ -119,7 +119,9 @@ class McpServer:
         text = "\n".join(part.text for part in result.content if hasattr(part, "text"))
         if _either(result, "is_error", "isError"):
             raise McpToolError(text)
-        return text
+        if not any(part.type == "image" for part in result.content):
+            return text
+        return [_part(part) for part in result.content if part.type in ("text", "image")]
 
     def _revive(self, session: Any) -> None:
         """Starts the server again if it has ended, once for all calls that were sent to it.
@@ -173,8 +175,15 @@ def _tool(server: McpServer, described: Any) -> Tool:
     return Tool(name=described.name, schema=schema, function=_caller(server, described.name))
 
 
-def _caller(server: McpServer, name: str) -> Callable[..., Coroutine[Any, Any, str]]:
-    async def call(**arguments: Any) -> str:
+def _part(content: Any) -> dict[str, Any]:
+    """Returns a part of a message; the server gives an image in base64."""
+    if content.type == "text":
+        return {"type": "text", "text": content.text}
+    return {"type": "image", "image": {"bytes": content.data}}
+
+
+def _caller(server: McpServer, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+    async def call(**arguments: Any) -> Any:
         return await server.call(name, arguments)
 
     return call

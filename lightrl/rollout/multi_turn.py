@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightrl.data.prompts import tokenize
@@ -11,6 +11,7 @@ from lightrl.imports import load_object
 from lightrl.records import Prompt
 from lightrl.rollout.client import EngineClient
 from lightrl.rollout.episode import Episode, Turn
+from lightrl.rollout.observations import as_messages, content_of, parts_of
 from lightrl.rollout.workflow import Workflow, check_arguments
 
 
@@ -66,17 +67,17 @@ class MultiTurnWorkflow(Workflow):
         for num_turns in range(1, engine.limits.max_turns + 1):
             turn = await engine.generate(episode.ids)
             episode.say(turn)
-            reply: str | None = self._feedback
+            reply: Sequence[Mapping[str, Any]] | None = as_messages(self._feedback)
             if user is not None:
                 reply = await _asked(user, turn.text, data)
             else:
                 reward = await engine.reward(_last_turn(data, episode, turn), alone=True)
             if reply is None or (user is None and reward >= self._solved_at):
                 break
-            heard = engine.encode_reply(reply, after=turn)
+            heard = engine.encode_messages(reply, after=turn)
             if num_turns == engine.limits.max_turns:
                 episode.end_at_max_turns()
-            elif engine.room([*episode.ids, *heard]) < 1:
+            elif engine.room(episode.ids, heard) < 1:
                 episode.finish_reason = "context"
                 break
             else:
@@ -99,10 +100,14 @@ class MultiTurnWorkflow(Workflow):
         return made  # type: ignore[no-any-return]
 
 
-async def _asked(user: Callable[..., Any], answer: str, data: Prompt) -> str | None:
+async def _asked(user: Callable[..., Any], answer: str, data: Prompt) -> Sequence[Mapping[str, Any]] | None:
+    """Returns the user's reply as messages: an image or parts as they are, anything else as a text."""
     reply = user(answer, data)
     said = await reply if inspect.isawaitable(reply) else reply
-    return None if said is None else str(said)
+    if said is None:
+        return None
+    parts = parts_of(said)
+    return [{"role": "user", "content": str(said) if parts is None else content_of(parts)}]
 
 
 def _last_turn(data: Prompt, episode: Episode, turn: Turn) -> Episode:

@@ -19,6 +19,7 @@ from torch import Tensor
 from lightrl.checkpoint import save_bytes, save_tensors
 from lightrl.data.sampler import shard
 from lightrl.records import Prompt, Sample, ScoredGroup, Status
+from lightrl.rollout.observations import as_content, as_tensor
 
 _PER_TOKEN = {  # the fields of a sample with one value per response token
     "response_ids": torch.int64,
@@ -95,6 +96,8 @@ def _sample_row(sample: Sample, tensors: dict[str, Tensor]) -> dict[str, Any]:
     name = str(len(tensors))  # unique, because every sample adds tensors
     for field, dtype in _PER_TOKEN.items():
         tensors[f"{name}.{field}"] = torch.tensor(getattr(sample, field), dtype=dtype)
+    for number, image in enumerate(sample.images):
+        tensors[f"{name}.image.{number}"] = as_tensor(image)
     if sample.routing is not None:
         tensors[f"{name}.routing"] = torch.from_numpy(sample.routing).contiguous()
     if sample.allowed is not None:
@@ -105,6 +108,7 @@ def _sample_row(sample: Sample, tensors: dict[str, Tensor]) -> dict[str, Any]:
         "prompt_ids": sample.prompt_ids,
         "finish_reason": sample.finish_reason,
         "text": sample.text,
+        "num_images": len(sample.images),
         "turns": sample.turns,
         "reward": sample.reward,
         "turn_rewards": sample.turn_rewards,
@@ -151,6 +155,7 @@ def _sample(row: Mapping[str, Any], position: int, prompt: Prompt, tensors: Mapp
         prompt_ids=tuple(row["prompt_ids"]),
         routing=None if routing is None else routing.numpy(),
         allowed=None if allowed is None else allowed.numpy(),
+        images=tuple(as_content(tensors[f"{name}.image.{number}"]) for number in range(row.get("num_images", 0))),
         turns=tuple(row["turns"]),
         reward=row["reward"],
         turn_rewards=tuple(row.get("turn_rewards", ())),  # missing in records of older versions

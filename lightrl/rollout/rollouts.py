@@ -336,6 +336,7 @@ class _SubmittedCollector(ScheduledCollector):
     """Runs each prompt with the workflow that it was submitted with, until a deadline."""
 
     deadline: float | None = None
+    _media = None  # the tensors of Rollouts cannot hold images
 
     def __init__(self, *parts: Any, **episodes: Any) -> None:
         super().__init__(*parts, **episodes)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from lightrl.records import Prompt, Sample, ScoredGroup, Status
+from lightrl.rollout.observations import as_content, as_tensor
 
 
 def group_state(group: ScoredGroup) -> dict[str, Any]:
@@ -34,6 +35,7 @@ def _sample_state(sample: Sample) -> dict[str, Any]:
         "own": list(sample.own),
         "routing": None if sample.routing is None else torch.from_numpy(sample.routing),
         "allowed": None if sample.allowed is None else torch.from_numpy(sample.allowed),
+        "images": [as_tensor(image) for image in sample.images],
         "turns": list(sample.turns),
         "reward": sample.reward,
         "turn_rewards": list(sample.turn_rewards),
@@ -69,6 +71,7 @@ def _sample_from(item: Mapping[str, Any], group: Mapping[str, Any], prompt: Prom
         finish_reason=item["finish_reason"],
         text=item["text"],
         own=tuple(item.get("own", ())),  # this and the following fields are missing in checkpoints of older versions
+        images=tuple(map(as_content, item.get("images", ()))),
         turns=tuple(item.get("turns", (0,))),
         reward=item.get("reward"),
         turn_rewards=tuple(item.get("turn_rewards", ())),

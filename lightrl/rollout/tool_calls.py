@@ -7,7 +7,7 @@ import inspect
 import logging
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 
 from lightrl.imports import load_object
 from lightrl.rewards.async_scoring import without_exit
+from lightrl.rollout.observations import checked_part, parts_of
 from lightrl.rollout.tool_parsers import typed_arguments
 from lightrl.rollout.written_calls import ToolCall, bad_call
 
@@ -45,6 +46,7 @@ class ToolAnswer:
 
     text: str
     is_error: bool = False
+    parts: Sequence[Mapping[str, Any]] = ()  # the text and images between its pieces; none: only the text
 
 
 class CallError(ValueError):
@@ -75,14 +77,15 @@ class ToolBox:
         """Descriptions of the tools for the chat template, which shows them to the policy."""
         return [tool.schema for tool in self._tools.values()]
 
-    def message(self, call: ToolCall, answer: ToolAnswer, number: int) -> dict[str, str]:
+    def message(self, call: ToolCall, answer: ToolAnswer, number: int) -> dict[str, Any]:
         """Returns the message that answers a call, the conversation's call with this number.
 
         Templates such as those of Mistral and Hermes demand an id or a name. Nine letters and digits are an id that
         all of them take.
         """
         name = call.name if call.name in self._tools else "tool"  # else a policy could write anything into its prompt
-        return {"role": "tool", "tool_call_id": call.id or f"{number:09}", "name": name, "content": answer.text}
+        content = list(answer.parts) or answer.text
+        return {"role": "tool", "tool_call_id": call.id or f"{number:09}", "name": name, "content": content}
 
     async def answer(self, call: ToolCall) -> ToolAnswer:
         """Makes a call; an error or a time-out becomes its answer.
@@ -108,7 +111,7 @@ class ToolBox:
                     running.cancel()
             if not running.done():
                 return self._error(f"no result after {self._timeout_s:g} s")
-            return self._cut(str(running.result()))
+            return self._answer_of(running.result())
         except CallError as error:
             return self._error(str(error))
         except Exception as error:
@@ -136,11 +139,26 @@ class ToolBox:
     def _names(self) -> str:
         return f"The tools are {', '.join(self._tools)}."
 
-    def _cut(self, text: str) -> ToolAnswer:
-        return ToolAnswer(text=_encodable(text[: self._max_result_chars]))
+    def _answer_of(self, result: Any) -> ToolAnswer:
+        """Returns a tool's result as the policy reads it: the text of a value, and texts and images of parts."""
+        if (given := parts_of(result)) is None:
+            return ToolAnswer(text=self._cut(str(result)))
+        parts: list[Mapping[str, Any]] = []
+        text = ""
+        for part in given:
+            if part["type"] == "text":
+                read = _encodable(str(part["text"])[: self._max_result_chars - len(text)])
+                parts.append({"type": "text", "text": read})
+                text += read
+            else:
+                parts.append(checked_part(part))
+        return ToolAnswer(text=text, parts=[] if all(part["type"] == "text" for part in parts) else parts)
+
+    def _cut(self, text: str) -> str:
+        return _encodable(text[: self._max_result_chars])
 
     def _error(self, text: str) -> ToolAnswer:
-        return ToolAnswer(text=_encodable(f"error: {text}"[: self._max_result_chars]), is_error=True)
+        return ToolAnswer(text=self._cut(f"error: {text}"), is_error=True)
 
     def _show(self, call: ToolCall, error: Exception) -> None:
         if self._has_shown_error:

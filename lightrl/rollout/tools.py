@@ -45,6 +45,7 @@ class ToolWorkflow(Workflow):
         if not timeout_s > 0 or max_result_chars < 1:
             raise ValueError(f"timeout_s is {timeout_s} and max_result_chars {max_result_chars}: both must be above 0.")
         self._parser = parser_named(parser)
+        self._has_left_out = False
         made = [load_tool(name) for name in ([tools] if isinstance(tools, str) else tools or ())]
         for command in [mcp] if isinstance(mcp, str) and mcp else mcp or ():
             made += load_object(_MCP, builtin={}, what="adapter", example="")(command)
@@ -92,24 +93,35 @@ class ToolWorkflow(Workflow):
             if num_turns == engine.limits.max_turns:
                 episode.end_at_max_turns()
                 break
-            heard = engine.encode_messages(await self._answers(calls, episode), after=turn)
-            if engine.room([*episode.ids, *heard]) < 1:
+            heard = engine.encode_messages(await self._answers(calls, episode, engine), after=turn)
+            if engine.room(episode.ids, heard) < 1:
                 episode.finish_reason = "context"
                 break
             episode.hear(heard)
         return episode
 
-    async def _answers(self, calls: Sequence[ToolCall], episode: Episode) -> list[dict[str, str]]:
+    async def _answers(self, calls: Sequence[ToolCall], episode: Episode, engine: EngineClient) -> list[dict[str, Any]]:
         """Runs the calls of a turn concurrently; returns the messages that answer them, in order."""
         answers = await asyncio.gather(*map(self._box.answer, calls))
+        if not engine.placeholder_ids:
+            answers = [self._without_images(answer) for answer in answers]
         first = int(episode.numbers.get("tool_calls", 0))
         episode.count("tool_calls", len(answers))
         episode.count("tool_errors", sum(answer.is_error for answer in answers))
         answered = zip(calls, answers, strict=True)
         return [self._box.message(call, answer, number) for number, (call, answer) in enumerate(answered, start=first)]
 
+    def _without_images(self, answer: ToolAnswer) -> ToolAnswer:
+        """Returns the text of an answer that has images beside it, which a model of text alone cannot see."""
+        if not (answer.parts and answer.text):
+            return answer
+        if not self._has_left_out:
+            self._has_left_out = True
+            logger.warning("A tool shows images beside its text. The model takes none, so it reads the text alone.")
+        return ToolAnswer(text="\n".join(part["text"] for part in answer.parts if part["type"] == "text"))
 
-def _unanswered(tokenizer: Any, answers: Sequence[Mapping[str, str]], what: str) -> str:
+
+def _unanswered(tokenizer: Any, answers: Sequence[Mapping[str, Any]], what: str) -> str:
     """Returns what is wrong if the chat template does not render the answers to calls, as episodes would find out."""
     try:
         behind = text_behind_answer(tokenizer, answers)

@@ -17,6 +17,7 @@ from lightrl.rewards.time_limit import time_limit
 from lightrl.rollout.client import EngineClient
 from lightrl.rollout.episode import Episode
 from lightrl.rollout.event_loop import awaited_in_time, run_to_its_end
+from lightrl.rollout.observations import as_messages, content_of, parts_of
 
 logger = logging.getLogger(__name__)
 
@@ -67,13 +68,13 @@ class Environment(Protocol):
     """What a policy acts on; each episode gets a new one. Its methods may be async. close(), if defined, ends it."""
 
     def reset(self, data: Prompt) -> Any:
-        """Begins the episode; returns a text to add to the prompt, messages to add to the prompt's own, or neither."""
+        """Begins the episode; returns a text or image to add to the prompt, messages to add to its own, or nothing."""
         ...
 
     def step(self, action: str) -> Any:
         """Acts on what the policy said; returns (observation, reward, whether the episode is over).
 
-        An observation is a text, which becomes the message of a user, or a list of messages.
+        An observation is a text or a PIL image, which becomes the message of a user, or a list of messages.
         """
         ...
 
@@ -136,11 +137,10 @@ class EnvironmentWorkflow(Workflow):
             if is_over:
                 episode.finish_reason = "stop"  # even if the last turn was cut off, because nothing follows
                 return
-            messages = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
-            heard = engine.encode_messages(_require_messages(messages, "step(action)"), after=turn)
+            heard = engine.encode_messages(_require_messages(observation, "step(action)"), after=turn)
             if num_turns == engine.limits.max_turns:
                 episode.end_at_max_turns()
-            elif engine.room([*episode.ids, *heard]) < 1:
+            elif engine.room(episode.ids, heard) < 1:
                 episode.finish_reason = "context"
                 return
             else:
@@ -149,7 +149,12 @@ class EnvironmentWorkflow(Workflow):
 
 def _begun(engine: EngineClient, data: Prompt, opening: Any) -> Episode:
     """Returns an episode that has heard the first observation: a text, or messages after those of the prompt."""
+    if (parts := parts_of(opening)) is not None and not isinstance(opening, Mapping):
+        opening = content_of(parts)
+        if not isinstance(opening, str):
+            return Episode(engine.encode_prompt(_with_parts(data, parts), tools=tools_of(data.fields)))
     if opening and not isinstance(opening, str):
+        _require_no_media(data)
         asked = [*data.messages, *_require_messages(opening, "reset(data)")]
         return Episode(engine.encode_prompt(asked, tools=tools_of(data.fields)))
     if opening and _is_rendered(data):
@@ -163,6 +168,28 @@ def _begun(engine: EngineClient, data: Prompt, opening: Any) -> Episode:
     if opening:
         episode.hear(engine.encode(opening))
     return episode
+
+
+def _with_parts(data: Prompt, parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Returns the prompt's messages with the parts at the end of the last one, or behind it if it is not the user's."""
+    _require_no_media(data)
+    *earlier, last = data.messages
+    if data.text == last["content"]:
+        raise ValueError("The environment's reset(data) shows an image: let a chat template render the prompts.")
+    if last["role"] != "user":
+        return [*data.messages, {"role": "user", "content": parts}]
+    said = last["content"]
+    before = [{"type": "text", "text": said}] if isinstance(said, str) else said
+    return [*earlier, {**last, "content": [*before, *parts]}]
+
+
+def _require_no_media(data: Prompt) -> None:
+    """Raises ValueError for a prompt that cannot be rendered again with an environment's first observation."""
+    if data.images or data.videos:
+        raise ValueError(
+            "The prompt has images or videos of its own, so that reset(data) can only add a text to it. Show other "
+            "images by step(action), or leave those of the data out and let reset(data) show all."
+        )
 
 
 def _is_rendered(data: Prompt) -> bool:
@@ -182,12 +209,13 @@ def _step_of(result: Any) -> tuple[Any, float, Any]:
         ) from error
 
 
-def _require_messages(observation: Any, source: str) -> Any:
+def _require_messages(observation: Any, source: str) -> Sequence[Mapping[str, Any]]:
     """Returns the messages; raises ValueError for anything else, such as the (observation, info) of gymnasium."""
-    if isinstance(observation, list) and all(isinstance(message, Mapping) for message in observation):
-        return observation
+    if (messages := as_messages(observation)) is not None:
+        return messages
     raise ValueError(
-        f"The environment's {source} gave the observation {observation!r}. It must be a text or a list of messages."
+        f"The environment's {source} gave the observation {observation!r}. It must be a text, a PIL image, or a list "
+        "of messages."
     )
 
 

@@ -242,7 +242,8 @@ def test_rewards_of_a_workflow_that_nobody_asks_for_are_warned_of_once(
 
 
 def test_an_episode_that_leaves_the_images_of_its_prompt_out_is_refused() -> None:
-    prompt, client = Prompt(index=0, text="", token_ids=(2, 9), images=("a.png",)), SimpleNamespace(has_rewarded=False)
+    prompt = Prompt(index=0, text="", token_ids=(2, 9), images=("a.png",))
+    client: Any = SimpleNamespace(has_rewarded=False, placeholder_ids=frozenset((9,)))
     said = {"token_ids": (5,), "logprobs": (0.0,), "versions": (0,), "finish_reason": "stop", "text": "a"}
     kept, rendered, blind = Episode((2, 9)), Episode((7, 2, 9)), Episode((2, 9))
     kept.say(Turn(**said, expanded_ids=(2, 9, 9)))

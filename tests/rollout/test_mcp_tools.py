@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from test_tools import play
 
+from lightrl.data.media import read_image
 from lightrl.rollout.tool_calls import Tool, ToolBox
 from lightrl.rollout.written_calls import ToolCall
 
@@ -27,7 +28,7 @@ def tools() -> list[Tool]:
 
 
 def test_its_tools_are_described_and_called(tools: list[Tool]) -> None:
-    assert [tool.name for tool in tools] == ["multiply", "burn", "leave"]
+    assert [tool.name for tool in tools] == ["multiply", "burn", "draw", "leave"]
     described: dict[str, Any] = dict(tools[0].schema["function"])
     assert described["description"] == "Multiplies two numbers."
     assert described["parameters"]["required"] == ["a", "b"]
@@ -42,6 +43,10 @@ def test_its_tools_are_described_and_called(tools: list[Tool]) -> None:
     assert failed.is_error
     assert "McpToolError" in failed.text
     assert asyncio.run(ask("multiply", a=1)).is_error
+    drawn = asyncio.run(ask("draw", color="red"))
+    text, image = drawn.parts
+    assert text == {"type": "text", "text": "This is red:"}
+    assert read_image(image["image"]).getpixel((3, 3)) == (255, 0, 0)
 
 
 def test_a_server_that_has_ended_is_started_again(tools: list[Tool], caplog: pytest.LogCaptureFixture) -> None:

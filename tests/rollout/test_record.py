@@ -38,6 +38,7 @@ def test_all_that_a_group_holds_comes_back(tmp_path: Path) -> None:
         0,
         0,
         own=(True, False),
+        images=(b"\x89PNG", b"2"),
         turns=(0, 1),
         numbers={"tool_calls": 2.0},
         reward=0.5,

@@ -25,6 +25,7 @@ def sample(index: int, *branches: Sample) -> Sample:
         own=(True, True, False),
         routing=np.full((6, 1, 2), 3 + index, np.int16),
         allowed=np.full((3, 2), index, np.int32),
+        images=(b"\x89PNG", bytes([index])),
         turns=(0, 1),
         reward=0.25,
         turn_rewards=(0.0, 0.25),

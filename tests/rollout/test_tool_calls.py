@@ -7,10 +7,13 @@ import logging
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_vlm import checkered
 
+from lightrl.data.held_images import image_content
 from lightrl.rollout.tool_calls import CallError, Tool, ToolBox, in_daemon_thread, load_tool
 from lightrl.rollout.written_calls import ToolCall
 
@@ -212,3 +215,34 @@ def test_a_call_may_be_cancelled_while_the_tool_runs() -> None:
         return str(await in_daemon_thread(lambda: "after", {}))
 
     assert asyncio.run(ask()) == "after"
+
+
+def test_images_of_a_tool_are_parts_of_its_answer(tmp_path: Path) -> None:
+    picture = checkered(8, 6)
+    (tmp_path / "broken.png").write_bytes(b"broken")
+    text = {"type": "text", "text": "x" * 30}
+    results = {
+        "alone": picture,
+        "between": {"role": "tool", "content": [text, {"type": "image", "image": picture}, text]},
+        "texts": [text, text],
+        "broken": [{"type": "image", "image": str(tmp_path / "broken.png")}],
+        "empty": [{"type": "image"}],
+        "data": {"type": "image"},  # a value as any other
+    }
+    tools = box(**{name: lambda result=result: result for name, result in results.items()})
+
+    async def ask() -> list[Any]:
+        return await asyncio.gather(*[tools.answer(ToolCall(name, {})) for name in results])
+
+    alone, between, texts, broken, empty, data = asyncio.run(ask())
+    shown = [{"type": "image", "image": image_content(picture)}]
+    assert (alone.text, alone.parts) == ("", shown)
+    cut = {"type": "text", "text": "x" * 20}  # 50 characters in all
+    assert (between.text, between.parts) == ("x" * 50, [text, *shown, cut])
+    assert (texts.text, texts.parts) == ("x" * 50, [])
+    assert broken.is_error
+    assert "error: MediaError: the image" in broken.text
+    assert empty.is_error
+    assert "a part of the type 'image'" in empty.text
+    assert data.text == "{'type': 'image'}"
+    assert tools.message(ToolCall("alone", {}), alone, 0)["content"] == shown

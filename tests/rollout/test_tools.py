@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from jinja2.exceptions import TemplateError
+from PIL import Image
 from test_client import ChatTokenizer, client
 
 from lightrl.engines.base import Completion, EnginePrompt, SamplingParams
@@ -104,6 +105,17 @@ async def meet(text: str) -> str:
     return "alone"
 
 
+def draw(title: str) -> Any:
+    """
+    Shows an image.
+
+    Args:
+        title: stands above the image, if it is no empty text
+    """
+    words = ["Here it is:", title] if title else []
+    return [*({"type": "text", "text": word} for word in words), {"type": "image", "image": Image.new("RGB", (2, 2))}]
+
+
 def stuck() -> str:
     """Never answers in time."""
     time.sleep(0.4)
@@ -159,6 +171,17 @@ def test_a_result_is_read_and_the_last_turn_is_the_answer() -> None:
     assert own == f"{first}<eos>42<eos>"
     assert episode.numbers == {"tool_calls": 1, "tool_errors": 0}
     assert episode.finish_reason == "stop"
+
+
+def test_a_model_of_text_alone_reads_the_text_beside_an_image(caplog: pytest.LogCaptureFixture) -> None:
+    said = call("draw", '{"title": "Red"}')
+    text, _ = play(said, said, "42", tools=HERE + "draw")
+    assert text.count("<tool>Here it is:\nRed<eos>") == 2
+    assert [record.message for record in caplog.records] == [
+        "A tool shows images beside its text. The model takes none, so it reads the text alone."
+    ]
+    with pytest.raises(ValueError, match="An observation shows an image, and the model takes none"):
+        play(call("draw", '{"title": ""}'), "42", tools=HERE + "draw")
 
 
 def test_calls_of_one_turn_run_side_by_side_and_are_answered_in_order() -> None:

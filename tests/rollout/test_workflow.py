@@ -233,7 +233,7 @@ class Gymnasium:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({}, r"reset\(data\) gave the observation \('', \{\}\)\. It must be a text or a list of messages"),
+        ({}, r"reset\(data\) gave the observation \('', \{\}\)\. It must be a text, a PIL image, or a"),
         ({"begins": "''"}, r"step\(action\) returned .*True, False.* It must return \(observation, reward, whether"),
         ({"begins": "''", "steps": "('+', None, False)"}, r"step\(action\) returned \('\+', None, False\)"),
         ({"begins": "''", "steps": "(5, 1.0, False)"}, r"step\(action\) gave the observation 5"),

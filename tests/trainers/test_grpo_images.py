@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -94,13 +95,18 @@ def test_a_run_with_images_does_not_depend_on_the_ranks(
 
 
 ECHO = ["--rollout.workflow", "environment", "--rollout.workflow_args", "environment=tests.programs.episodes:Echo"]
+SCREENS = ["--rollout.workflow", "environment", "--rollout.workflow_args", "environment=tests.programs.screens:Screens"]
 OVER_ISSUE = ["--rollout.over_issue", "0.5", "--rollout.max_staleness", "1", "--rollout.agree_every", "2"]
 FROZEN_TOWER = ["--optim.lr_scales", "visual=0"]
 
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("own", [ECHO, [*OVER_ISSUE, *FROZEN_TOWER]], ids=["environment", "schedule"])
+@pytest.mark.parametrize(
+    "own",
+    [ECHO, [*OVER_ISSUE, *FROZEN_TOWER], SCREENS, [*SCREENS, *OVER_ISSUE]],
+    ids=["environment", "schedule", "screens", "screens-schedule"],
+)
 def test_every_turn_and_every_part_of_a_sample_sees_the_images(
     own: list[str], flags: list[str], metrics_of: ReadMetrics, tmp_path: Path
 ) -> None:
@@ -121,7 +127,7 @@ def test_every_turn_and_every_part_of_a_sample_sees_the_images(
     start, final = (load_file(folder / "model.safetensors") for folder in (Path(flags[1]), tmp_path / "two" / "final"))
     moved = {name for name in start if not torch.equal(start[name], final[name])}
     assert moved
-    assert any("visual" in name for name in moved) == (own is ECHO)
+    assert any("visual" in name for name in moved) == ("visual=0" not in own)
     texts = [
         [(row["ticket"], row["sample"], row["response"]) for row in samples_of(tmp_path / name)]
         for name in ("one", "two")
@@ -129,12 +135,34 @@ def test_every_turn_and_every_part_of_a_sample_sees_the_images(
     assert sorted(texts[0]) == sorted(texts[1])
 
 
+@pytest.mark.long
 @pytest.mark.slow
-def test_tools_are_called_for_prompts_with_images(flags: list[str], metrics_of: ReadMetrics, tmp_path: Path) -> None:
+def test_episodes_that_have_shown_images_go_on_after_a_resume(
+    flags: list[str], metrics_of: ReadMetrics, tmp_path: Path
+) -> None:
+    arguments = [*flags, *SCREENS, *OVER_ISSUE, "--checkpoint.every", "1", "--checkpoint.keep", "3"]
+    command = [sys.executable, str(SCRIPT), *arguments, "--output_dir", str(tmp_path)]
+    run_program(command, timeout_s=200)
+    wanted, weights = metrics_of(tmp_path), load_file(tmp_path / "final" / "model.safetensors")
+    for folder in ("final", "checkpoints/step-000002", "checkpoints/step-000003"):
+        shutil.rmtree(tmp_path / folder)
+    assert "continuing after step 1" in run_program(command, timeout_s=200)
+    for mine, yours in zip(wanted, metrics_of(tmp_path), strict=True):
+        assert (mine["loss"], mine["grad_norm"]) == (yours["loss"], yours["grad_norm"])
+        assert yours["mismatch/max_abs"] <= 1e-5
+    final = load_file(tmp_path / "final" / "model.safetensors")
+    assert all(torch.equal(weights[name], value) for name, value in final.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workflow", ["episodes:Calculating", "screens:Looking"], ids=["text", "images"])
+def test_tools_are_called_for_prompts_with_images(
+    workflow: str, flags: list[str], metrics_of: ReadMetrics, tmp_path: Path
+) -> None:
     (tmp_path / "own.jinja").write_text(
         "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}" + TEMPLATE
     )
-    own = ["--rollout.workflow", "tests.programs.episodes:Calculating", "--rollout.max_turns", "2"]
+    own = ["--rollout.workflow", f"tests.programs.{workflow}", "--rollout.max_turns", "2"]
     own += ["--data.chat_template_file", str(tmp_path / "own.jinja"), "--output_dir", str(tmp_path / "run")]
     run_program([sys.executable, str(SCRIPT), *flags, *own], timeout_s=200)
     for row in metrics_of(tmp_path / "run"):
@@ -145,7 +173,8 @@ def test_tools_are_called_for_prompts_with_images(flags: list[str], metrics_of: 
     samples = samples_of(tmp_path / "run")
     assert any(IMAGE in row["prompt"] for row in samples)
     assert all(row["prompt"].startswith("[calculator]user:") for row in samples)
-    assert all("tool:42;assistant:" in row["response"] for row in samples)
+    heard = "tool:42;" if workflow == "episodes:Calculating" else "tool:see 6*7;"
+    assert all(f"{heard}assistant:" in row["response"] for row in samples)
 
 
 def check_saved_model(final: Path, other: Path, start: Path) -> None:

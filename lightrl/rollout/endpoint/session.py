@@ -162,7 +162,7 @@ class Session:
 
     def _rendered(
         self, messages: Sequence[dict[str, Any]], *, tools: Sequence[dict[str, Any]] = (), after: Turn | None = None
-    ) -> list[int]:
+    ) -> Sequence[int]:
         """Returns the tokens of messages: a whole prompt, or what follows a turn."""
         engine = self.engine
         try:

@@ -1,0 +1,171 @@
+"""What environments, users and tools show: finds the images in it, and keeps them with the tokens that stand for them.
+
+An engine takes one placeholder for each image, and a trainer the tokens that the image becomes. SeenIds are the former,
+with the images; token_counts() leads to the latter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightrl.data.held_images import image_content
+from lightrl.data.media import read_image
+from lightrl.data.media_fields import held_by_parts
+from lightrl.data.prompts import require_message
+from lightrl.models.multimodal import FAMILIES, MediaProcessor
+
+Message = Mapping[str, Any]
+_MEDIA = ("image", "image_url", "video", "video_url")  # types of parts
+
+
+@dataclass(frozen=True, slots=True)
+class SeenImage:
+    """An image that an episode has seen in addition to those of its prompt."""
+
+    content: bytes = field(repr=False)  # of an image file
+    picture: Any = field(repr=False, compare=False)  # the same as a PIL image
+    token_id: int  # its placeholder
+    num_tokens: int  # that it becomes in the model
+
+
+class SeenIds(tuple[int, ...]):
+    """Ids of tokens with one placeholder for each image, and the images."""
+
+    images: tuple[SeenImage, ...]
+
+    def __new__(cls, ids: Iterable[int], images: Iterable[SeenImage] = ()) -> SeenIds:
+        """Takes the images in the order of their placeholders."""
+        made = super().__new__(cls, ids)
+        made.images = tuple(images)
+        return made
+
+
+class Shown(NamedTuple):
+    """Messages for a chat template, with places where images are."""
+
+    messages: Sequence[Message]
+    images: Sequence[SeenImage]
+    renderer: Any  # has the chat template
+
+    def placed(self, ids: Sequence[int]) -> Sequence[int]:
+        """Returns the ids of the rendered messages with the images; raises ValueError unless each has its place."""
+        if not self.images:
+            return ids
+        count = sum(token == self.images[0].token_id for token in ids)
+        if count != len(self.images):
+            raise ValueError(
+                f"The chat template gives {count} places to the {len(self.images)} image(s) of messages of the roles "
+                f"{', '.join(message['role'] for message in self.messages)}. Give one by --data.chat_template_file "
+                "that has a place for each image, and let no text contain the token of one."
+            )
+        return SeenIds(ids, self.images)
+
+
+def images_of(ids: Sequence[int]) -> tuple[SeenImage, ...]:
+    """Returns the images that come with ids; plain ids have none."""
+    return ids.images if isinstance(ids, SeenIds) else ()
+
+
+def num_tokens(ids: Sequence[int]) -> int:
+    """Returns how many tokens the ids become in the model."""
+    return len(ids) + sum(image.num_tokens - 1 for image in images_of(ids))
+
+
+def token_counts(ids: Sequence[int], images: Sequence[SeenImage]) -> list[int]:
+    """Returns for each id how many tokens it becomes in the model."""
+    following = iter(images)
+    placeholder = images[0].token_id if images else None
+    return [next(following).num_tokens if token == placeholder else 1 for token in ids]
+
+
+def shown_in(messages: Sequence[Message], tokenizer: Any, media: MediaProcessor | None) -> Shown:
+    """Reads the images of messages; raises ValueError if there are some and the model takes none."""
+    if not any(map(_has_media, messages)):
+        return Shown(messages, (), tokenizer)
+    if media is None:
+        raise ValueError(
+            f"An observation shows an image, and the model takes none. Use a vision-language model "
+            f"({', '.join(FAMILIES)}), or let tools and environments answer with text."
+        )
+    plain = [require_message(dict(message), "An observation", takes_parts=True) for message in messages]
+    kinds = [part["type"] for message in plain if isinstance(message["content"], list) for part in message["content"]]
+    held = list(held_by_parts(list(messages), "image"))
+    if "video" in kinds or len(held) != kinds.count("image"):
+        raise ValueError(
+            "An observation has a part for a video, or for an image without the image: it must be text and images, "
+            'each {"type": "image", "image": a PIL image, a path or a data URL}.'
+        )
+    if not media.processor.chat_template:
+        raise ValueError("An observation shows an image, which needs the place that a chat template gives it.")
+    return Shown(plain, [_seen(image_content(image), media) for image in held], media.processor)
+
+
+def _seen(content: bytes, media: MediaProcessor) -> SeenImage:
+    picture = read_image(content)
+    count = len(media.expanded([media.image_token_id], [(picture.height, picture.width)], ()))
+    return SeenImage(content, picture, media.image_token_id, count)
+
+
+def _has_media(message: Message) -> bool:
+    content = message.get("content")
+    parts = content if isinstance(content, list) else ()
+    return any(isinstance(part, Mapping) and part.get("type") in _MEDIA for part in parts)
+
+
+def as_tensor(content: bytes) -> Tensor:
+    """Returns the content of an image file as bytes in a tensor, which checkpoints and records can hold."""
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def as_content(tensor: Tensor) -> bytes:
+    """Returns the content of the image file that as_tensor() took."""
+    return tensor.numpy().tobytes()
+
+
+def parts_of(observation: Any) -> list[Message] | None:
+    """Returns the parts of a PIL image, of a list of parts, or of a message that has some; None for anything else."""
+    if hasattr(observation, "getexif"):
+        return [{"type": "image", "image": observation}]
+    content = observation.get("content") if isinstance(observation, Mapping) else observation
+    if not isinstance(content, list) or not content:
+        return None
+    are_parts = all(
+        isinstance(part, Mapping) and part.get("type") in ("text", *_MEDIA) and "role" not in part for part in content
+    )
+    return content if are_parts else None
+
+
+def content_of(parts: list[Message]) -> list[Message] | str:
+    """Returns parts as the content of a message: their text if all of them are text, which any chat template takes."""
+    texts = [part["text"] for part in parts if part["type"] == "text"]
+    return "".join(texts) if len(texts) == len(parts) else parts
+
+
+def checked_part(part: Message) -> Message:
+    """Returns a part that shows an image with the content of its file; raises ValueError if that cannot be read."""
+    held = list(held_by_parts([{"content": [part]}], "image"))
+    if not held:
+        raise ValueError(
+            f"a part of the type {part['type']!r} without an image: a tool answers with text and images, each "
+            '{"type": "image", "image": a PIL image, a path or a data URL}'
+        )
+    content = image_content(held[0])
+    read_image(content)
+    return {"type": "image", "image": content}
+
+
+def as_messages(observation: Any) -> Sequence[Message] | None:
+    """Returns an observation as messages; None unless it is a text, an image, parts, or one or several messages."""
+    if isinstance(observation, Mapping) and "content" in observation:
+        return [{"role": "user", **observation}]
+    if isinstance(observation, str):
+        return [{"role": "user", "content": observation}]
+    if (parts := parts_of(observation)) is not None:
+        return [{"role": "user", "content": content_of(parts)}]
+    is_list = isinstance(observation, list) and all(isinstance(message, Mapping) for message in observation)
+    return observation if is_list else None
