@@ -101,11 +101,18 @@ def map_together(comm: Comm, num_bytes: int) -> Tensor | None:
 
 
 def _new_memory(size: int) -> int | None:
-    """Returns a descriptor of memory of this size; None if the system has no such memory."""
+    """Returns a descriptor of memory of this size; None if the system gives none."""
     if not hasattr(os, "memfd_create"):
         return None
-    descriptor = os.memfd_create("lightrl-weights")
-    os.ftruncate(descriptor, size)
+    try:
+        descriptor = os.memfd_create("lightrl-weights")
+    except OSError:
+        return None
+    try:
+        os.ftruncate(descriptor, size)
+    except OSError:  # beyond the limit of `ulimit -f`
+        os.close(descriptor)
+        return None
     return descriptor
 
 

@@ -1,5 +1,7 @@
 """Parameters that move into common memory and out of it, with one rank; test_host_serving.py has several."""
 
+import os
+
 import torch
 from torch import nn
 
@@ -54,6 +56,10 @@ def test_weights_in_common_memory_are_dropped_after_they_left_it() -> None:
     assert len(calls) == 1  # nothing to let go of
 
 
+def refuse(*args) -> int:
+    raise OSError("not permitted")
+
+
 def test_parameters_stay_where_they_are_without_common_memory(monkeypatch) -> None:
     assert map_together(Comm(), 100).shape == (100,)
     monkeypatch.setattr(host_memory, "_mapped", lambda path, size: None)
@@ -62,6 +68,10 @@ def test_parameters_stay_where_they_are_without_common_memory(monkeypatch) -> No
     assert not move_together(dict(model.named_parameters()), Comm())
     assert not any(map(is_together, model.parameters()))
     monkeypatch.undo()
+    for name in ("memfd_create", "ftruncate"):  # not allowed, or beyond a limit
+        with monkeypatch.context() as patched:
+            patched.setattr(os, name, refuse)
+            assert map_together(Comm(), 100) is None
     monkeypatch.delattr("os.memfd_create")
     assert map_together(Comm(), 100) is None
 
