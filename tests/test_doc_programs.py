@@ -47,7 +47,7 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     rows = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a in range(3) for b in range(3)]
     (folder / "train.jsonl").write_text("\n".join(rows) + "\n")
     made = ["--model", str(folder / "model"), "--train_data", str(folder / "train.jsonl"), "--num_prompts", "4"]
-    return [*made, "--group_size", "2", "--max_steps", "3", "--checkpoint.every", "1", "--eval.every", "0"]
+    return [*made, "--group_size", "2", "--max_steps", "3", "--checkpoint.every", "1", "--eval.every"]  # and a number
 
 
 @pytest.fixture
@@ -63,13 +63,17 @@ def test_commands_that_read_a_run_do_what_they_say(page: Path, flags: list[str],
     run = tmp_path / "made"
     if page.stem == "async":
         run_spmd(
-            *(SCRIPT, *flags, "--rollout_ranks", "1", "--rollout.max_staleness", "1", "--output_dir", str(run)),
+            *(SCRIPT, *flags, "0", "--rollout_ranks", "1", "--rollout.max_staleness", "1", "--output_dir", str(run)),
             world_size=2,
             timeout_s=200,
         )
     else:
-        exact = ["--exact", "True"] if page.stem == "exact" else []
-        run_program([sys.executable, str(SCRIPT), *flags, *exact, "--output_dir", str(run)], timeout_s=200)
+        data = flags[flags.index("--train_data") + 1]
+        own = {
+            "exact": ["0", "--exact", "True"],
+            "export": ["3", "--eval_data", data, "--eval.best", "eval/accuracy"],
+        }.get(page.stem, ["0"])
+        run_program([sys.executable, str(SCRIPT), *flags, *own, "--output_dir", str(run)], timeout_s=200)
     shutil.copytree(ROOT / "benchmarks" / "models", tmp_path / "benchmarks" / "models")
     shutil.copy(run / "config.yaml", tmp_path / "run.yaml")
     for words in commands(page):
