@@ -147,7 +147,8 @@ class Journal:
 
 def _digest(asked: EnginePrompt) -> str:
     """Returns a digest of a prompt with its images and videos, to tell whether a call asks for the same again."""
-    digest = hashlib.sha256(repr(asked.token_ids).encode())
+    shapes = [image.size for image in asked.images], [video.shape for video in asked.videos]
+    digest = hashlib.sha256(repr((asked.token_ids, shapes)).encode())
     for item in (*asked.images, *asked.videos):
         digest.update(item.tobytes())
     return digest.hexdigest()

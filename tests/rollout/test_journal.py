@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import torch
+from PIL import Image
 
 from lightrl.engines.base import Completion, EnginePrompt
 from lightrl.engines.native.cache import LayerStorage
@@ -108,14 +109,15 @@ def test_what_the_engine_keeps_is_in_no_checkpoint_and_can_be_let_go_of() -> Non
 
 
 def test_a_call_that_shows_other_images_is_forgotten() -> None:
-    red, blue = np.zeros((2, 2, 3), np.uint8), np.ones((2, 2, 3), np.uint8)
+    red, blue, tall = Image.new("RGB", (4, 2), "red"), Image.new("RGB", (4, 2), "blue"), Image.new("RGB", (2, 4), "red")
+    assert tall.tobytes() == red.tobytes()
     journal = Journal(4, 2, 1)
-    for number, image in enumerate((red, blue)):
+    for number, image in enumerate((red, blue, tall)):
         journal.forget_other(number, EnginePrompt(token_ids=(1, 9), images=(image,)))
         journal.completions[number] = completion(prompt_token_ids=(1, 9, 9))
-    journal.completions[2] = completion(prompt_token_ids=(1, 9, 9))  # of a checkpoint without digests
+    journal.completions[3] = completion(prompt_token_ids=(1, 9, 9))  # of a checkpoint without digests
     again = Journal.from_state(json.loads(json.dumps({**journal.state_dict(), "completions": {}})))
     again.completions = dict(journal.completions)
-    for number in range(3):
+    for number in range(4):
         again.forget_other(number, EnginePrompt(token_ids=(1, 9), images=(red,)))
-    assert sorted(again.completions) == [0, 2]
+    assert sorted(again.completions) == [0, 3]
