@@ -18,7 +18,7 @@ from lightrl.records import Prompt
 from lightrl.rollout.driver import EpisodeDriver
 from lightrl.rollout.episode import Episode, Turn, require_ids
 from lightrl.rollout.foreign_requests import LLMResponse, answer_request
-from lightrl.rollout.observations import images_of, num_tokens, shown_in
+from lightrl.rollout.observations import images_of, num_tokens, require_images, shown_in
 from lightrl.rollout.siblings import Siblings
 from lightrl.seeding import mix_seed
 
@@ -96,9 +96,19 @@ class EngineClient:
 
         An image counts with the tokens that it becomes: give what was heard as an argument of its own.
         """
-        num_media_tokens = self._prompt.num_media_tokens if self._prompt and self._shows_media(ids) else 0
-        length = sum(map(num_tokens, (ids, *behind))) + num_media_tokens
-        return min(self.limits.max_new_tokens, self.limits.max_tokens - length)
+        return min(self.limits.max_new_tokens, self.limits.max_tokens - self._num_tokens((ids, *behind)))
+
+    def _num_tokens(self, parts: Sequence[Sequence[int]]) -> int:
+        """Returns how many tokens the parts become in the model; raises ValueError if they have lost their images."""
+        prompt = self._prompt if self._prompt and self._shows_media(parts[0]) else None
+        if self.placeholder_ids:
+            count = self._num_placeholders(*parts) - (self._num_placeholders(prompt.token_ids) if prompt else 0)
+            require_images(count, sum(len(images_of(part)) for part in parts))
+        return sum(map(num_tokens, parts)) + (prompt.num_media_tokens if prompt else 0)
+
+    def _num_placeholders(self, *parts: Sequence[int]) -> int:
+        ids = self.placeholder_ids
+        return sum(token in ids for part in parts for token in part)
 
     async def generate(
         self,
@@ -127,8 +137,8 @@ class EngineClient:
         room = self.room(ids)
         if room < 1:
             raise ValueError(
-                f"There is no room for a turn behind {len(ids)} tokens: an episode may have {self.limits.max_tokens}. "
-                "Ask room() before generate()."
+                f"There is no room for a turn behind {self._num_tokens((ids,))} tokens: an episode may have "
+                f"{self.limits.max_tokens}. Ask room() before generate()."
             )
         number = self._num_calls if call is None else call
         self._num_calls += 1

@@ -27,6 +27,7 @@ from lightrl.rollout.collector import Collector, Prompts, Scorer, sampling_of
 from lightrl.rollout.driver import EpisodeDriver
 from lightrl.rollout.episode import Episode, episode_of_several
 from lightrl.rollout.episode_tensors import episode_of_tensors
+from lightrl.rollout.observations import require_images
 from lightrl.rollout.siblings import Siblings
 from lightrl.rollout.workflow import Workflow
 from lightrl.strategy import StrategyBase
@@ -295,12 +296,7 @@ def _require_images(episodes: Sequence[Episode], prompt: Prompt, placeholder_ids
     """Raises ValueError for an episode that has places of images without the images."""
     num_in_prompt = sum(token in placeholder_ids for token in prompt.token_ids)
     for episode in episodes:
-        count = sum(token in placeholder_ids for token in episode.ids) - num_in_prompt
-        if count != len(episode.images):
-            raise ValueError(
-                f"The episode has {count} places of images and {len(episode.images)} images. Give the result of "
-                "engine.encode_messages() to hear() as it is, with its images; and tensors cannot have any."
-            )
+        require_images(sum(token in placeholder_ids for token in episode.ids) - num_in_prompt, len(episode.images))
 
 
 def _is_over(sample: Sample) -> bool:

@@ -76,6 +76,16 @@ def num_tokens(ids: Sequence[int]) -> int:
     return len(ids) + sum(image.num_tokens - 1 for image in images_of(ids))
 
 
+def require_images(num_places: int, num_images: int) -> None:
+    """Raises ValueError for tokens that have places of images without the images."""
+    if num_places != num_images:
+        raise ValueError(
+            f"The episode has {num_places} places of images and {num_images} images. A list of tokens has no images: "
+            "give generate() and room() the ids of the episode, and hear() and room() the result of "
+            "engine.encode_messages(), each as it is, as in room(episode.ids, heard). Tensors cannot have images."
+        )
+
+
 def token_counts(ids: Sequence[int], images: Sequence[SeenImage]) -> list[int]:
     """Returns for each id how many tokens it becomes in the model."""
     following = iter(images)

@@ -26,7 +26,7 @@ from lightrl.data.packing import pack, unpack
 from lightrl.models.policy import Policy, load_policy, load_tokenizer
 from lightrl.records import Experience, Prompt, Sample
 from lightrl.rewards.reward_set import RewardSet
-from lightrl.rollout.client import EpisodeLimits
+from lightrl.rollout.client import EngineClient, EpisodeLimits
 from lightrl.rollout.episode import Turn
 from lightrl.rollout.episode_collector import EpisodeCollector, _as_episode
 from lightrl.rollout.multi_turn import MultiTurnWorkflow
@@ -172,6 +172,31 @@ def test_an_image_that_has_no_room_ends_the_episode_before_it(
     for whole, cut in zip(long, short, strict=True):
         assert whole.response_ids[: len(cut.response_ids)] == cut.response_ids
         assert cut.is_own[-1]
+
+
+class Listing(Workflow):
+    """Asks for room behind a list of tokens, as one may with text."""
+
+    def __init__(self, content: Any) -> None:
+        self._message = {"role": "user", "content": content}
+
+    async def arun_episode(self, engine: EngineClient, data: Prompt) -> Episode:
+        episode = Episode(data.token_ids)
+        turn = await engine.generate(episode.ids)
+        episode.say(turn)
+        heard = engine.encode_messages([self._message], after=turn)
+        if engine.room([*episode.ids, *heard]) > 0:
+            episode.hear(heard)
+        episode.reward = 1.0
+        return episode
+
+
+def test_room_takes_no_list_that_has_lost_images(strategy: StrategyBase, prompts: list[tuple[int, Prompt]]) -> None:
+    """They would count as one token each, and the episode could become longer than --rollout.max_context_tokens."""
+    assert all(sample.num_own for sample in draw(strategy, prompts, Listing("again")))
+    for one in prompts:
+        with pytest.raises(RuntimeError, match=r"1 places of images and 0 images\. A list of tokens has no images"):
+            draw(strategy, [one], Listing([{"type": "image", "image": checkered(84, 56)}]))
 
 
 def show(answer: str, data: Prompt) -> Any:
