@@ -138,16 +138,30 @@ def as_content(tensor: Tensor) -> bytes:
 
 
 def parts_of(observation: Any) -> list[Message] | None:
-    """Returns the parts of a PIL image, of a list of parts, or of a message that has some; None for anything else."""
-    if hasattr(observation, "getexif"):
-        return [{"type": "image", "image": observation}]
-    content = observation.get("content") if isinstance(observation, Mapping) else observation
-    if not isinstance(content, list) or not content:
+    """Returns the parts of an image, of a list of images, texts and parts, or of a message; None for anything else."""
+    content = observation
+    if isinstance(observation, Mapping):  # a part by itself may be any record, unless it holds an image
+        content = [observation] if _is_image(observation.get("image")) else observation.get("content")
+    given = [content] if _is_image(content) else content
+    if not isinstance(given, list) or all(isinstance(item, str) for item in given):
         return None
-    are_parts = all(
-        isinstance(part, Mapping) and part.get("type") in ("text", *_MEDIA) and "role" not in part for part in content
-    )
-    return content if are_parts else None
+    parts = [part for part in map(_part_of, given) if part is not None]
+    return parts if len(parts) == len(given) else None
+
+
+def _part_of(item: Any) -> Message | None:
+    if _is_image(item):
+        return {"type": "image", "image": item}
+    if isinstance(item, str):
+        return {"type": "text", "text": item}
+    if not isinstance(item, Mapping) or "role" in item:
+        return None
+    is_text = item.get("type") == "text" and isinstance(item.get("text"), str)
+    return item if is_text or item.get("type") in _MEDIA else None
+
+
+def _is_image(item: Any) -> bool:
+    return hasattr(item, "getexif")  # of PIL, which is optional
 
 
 def content_of(parts: list[Message]) -> list[Message] | str:
@@ -172,10 +186,16 @@ def checked_part(part: Message) -> Message:
 def as_messages(observation: Any) -> Sequence[Message] | None:
     """Returns an observation as messages; None unless it is a text, an image, parts, or one or several messages."""
     if isinstance(observation, Mapping) and "content" in observation:
-        return [{"role": "user", **observation}]
+        return [_message({"role": "user", **observation})]
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
     if (parts := parts_of(observation)) is not None:
         return [{"role": "user", "content": content_of(parts)}]
     is_list = isinstance(observation, list) and all(isinstance(message, Mapping) for message in observation)
-    return observation if is_list else None
+    return list(map(_message, observation)) if is_list else None
+
+
+def _message(given: Message) -> Message:
+    """Returns a message whose content is a text or parts, also if images and texts were given as they are."""
+    parts = parts_of(given.get("content"))
+    return given if parts is None else {**given, "content": parts}

@@ -281,6 +281,13 @@ def test_an_image_may_be_given_in_any_form(tmp_path: Path) -> None:
     assert as_messages([linked]) == [as_user(linked)]
     assert as_messages({"content": [linked]}) == [as_user(linked)]
     assert as_messages([{"type": "text", "text": "a"}] * 2) == [{"role": "user", "content": "aa"}]
+    part = {"type": "image", "image": picture}
+    text = {"type": "text", "text": "now"}
+    assert as_messages(part) == as_messages([picture]) == [as_user(part)]
+    assert as_messages(["now", picture, part]) == [as_user(text, part, part)]
+    assert as_messages({"content": picture}) == as_messages([{"role": "user", "content": [part]}]) == [as_user(part)]
+    assert as_messages([{"role": "user", "content": ["now", picture]}]) == [as_user(text, part)]
+    assert as_messages(["a", "b"]) is None
     assert as_messages("a") == [{"role": "user", "content": "a"}]
     assert as_messages(("a", {})) is None
 

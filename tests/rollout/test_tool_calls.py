@@ -227,14 +227,17 @@ def test_images_of_a_tool_are_parts_of_its_answer(tmp_path: Path) -> None:
         "texts": [text, text],
         "broken": [{"type": "image", "image": str(tmp_path / "broken.png")}],
         "empty": [{"type": "image"}],
-        "data": {"type": "image"},  # a value as any other
+        "data": {"type": "image"},  # a value as any other, like the two below
+        "lines": ["a", "b"],
+        "records": [{"type": "text", "id": 3}],
+        "list": ["x", picture],
     }
     tools = box(**{name: lambda result=result: result for name, result in results.items()})
 
     async def ask() -> list[Any]:
         return await asyncio.gather(*[tools.answer(ToolCall(name, {})) for name in results])
 
-    alone, between, texts, broken, empty, data = asyncio.run(ask())
+    alone, between, texts, broken, empty, data, lines, records, listed = asyncio.run(ask())
     shown = [{"type": "image", "image": image_content(picture)}]
     assert (alone.text, alone.parts) == ("", shown)
     cut = {"type": "text", "text": "x" * 20}  # 50 characters in all
@@ -245,4 +248,7 @@ def test_images_of_a_tool_are_parts_of_its_answer(tmp_path: Path) -> None:
     assert empty.is_error
     assert "a part of the type 'image'" in empty.text
     assert data.text == "{'type': 'image'}"
+    assert lines.text == "['a', 'b']"
+    assert records.text == "[{'type': 'text', 'id': 3}]"
+    assert (listed.text, listed.parts) == ("x", [{"type": "text", "text": "x"}, *shown])
     assert tools.message(ToolCall("alone", {}), alone, 0)["content"] == shown
