@@ -6,6 +6,7 @@ isolated reward reads them in processes of its own, too, which takes numbers and
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any
@@ -51,11 +52,25 @@ def _reader(reward: Any, read: Callable[[Sample], Hashable | None], timeout_s: f
 
 
 def _or_none(find: Callable[[], Hashable | None]) -> Hashable | None:
-    """Returns the answer; None if the reward could not judge the response either."""
+    """Returns the answer; None if the reward could not judge the response either. Raises TypeError for no value."""
     try:
-        return find()
+        answer = find()
     except NoVerdictError:
         return None
+    if inspect.isawaitable(answer) or not _is_hashable(answer):
+        raise TypeError(
+            f"answer_of(sample) returned {answer!r}: it must be no coroutine, and return a value that can be hashed, "
+            "such as a text, a number or a tuple, or None."
+        )
+    return answer
+
+
+def _is_hashable(value: object) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _result(found: Any) -> Hashable | None:

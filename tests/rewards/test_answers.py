@@ -100,3 +100,20 @@ def test_without_answers_there_is_no_vote() -> None:
         GRPOConfig(eval=EvalConfig(n=4, best="eval/maj@4"))
     with pytest.raises(ValueError, match="eval/maj@8 is not evaluated: give --eval.n 8"):
         GRPOConfig(eval=EvalConfig(**options, best="eval/maj@8"))
+
+
+async def in_time(sample: Any) -> str:
+    return "5"
+
+
+@pytest.mark.filterwarnings("ignore:coroutine")
+@pytest.mark.parametrize("read_answer", [in_time, lambda sample: ["5"], lambda sample: ("5", [])])
+def test_what_cannot_be_compared_is_no_answer(read_answer: Any) -> None:
+    """Coroutines would all be different answers; a list would stop the rank that counts it, and no other."""
+
+    def reward(sample: Any) -> float:
+        return 0.0
+
+    reward.answer_of = read_answer  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match=r"^answer_of\(sample\) returned .* can be hashed"):
+        read(reward, "5")
