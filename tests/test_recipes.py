@@ -116,7 +116,7 @@ def test_a_game_of_several_turns_is_learned(tmp_path: Path) -> None:
     assert rows[0]["entropy"] > 0.6  # the model tries several guesses: 0.3 at temperature 1
     assert 1.5 < rows[-1]["episode/turns"] < 4
     assert rows[-1]["tokens/environment"] > 0
-    assert all(row["mismatch/max_abs"] < 1e-4 for row in rows)  # 2e-5 to 4.5e-5 on two kinds of CPU
+    assert all(row["mismatch/max_abs"] < 3e-4 for row in rows)  # 2e-5 to 1.3e-4 on three kinds of CPU
 
 
 @pytest.mark.slow
