@@ -51,11 +51,13 @@ class HostLayout(DTensorLayout):
     def _write(self, memory: CommonMemory, named: NamedTensors, dtype: torch.dtype | None) -> list[tuple[str, Tensor]]:
         """Writes this rank's rows, and reads what is there then; returns what has no place in common memory."""
         others, shares, sums = [], [], Sums()
+        taken = set[int]()  # an engine may tie what the trainer does not: both are loaded then, which shows it
         for name, tensor in named:
             place, rows = memory.places.get(name), _rows_of_shards(tensor)
-            if place is None or rows is None or not _fits(place, tensor, dtype):
+            if place is None or rows is None or place.data_ptr() in taken or not _fits(place, tensor, dtype):
                 others.append((name, tensor))
                 continue
+            taken.add(place.data_ptr())
             own, is_first = rows.cut(place), self.is_first_holder(tensor)
             if is_first:
                 copy_weight(own, self.shard(tensor))

@@ -49,6 +49,20 @@ def test_rows_are_written_where_they_fit_and_gathered_elsewhere(mesh: DeviceMesh
     assert torch.equal(places["rows"], values)  # outside of the context nothing is written there
 
 
+def test_two_names_of_one_place_are_not_both_written_there(mesh: DeviceMesh) -> None:
+    layout = HostLayout(Comm(), device=torch.device("cpu"))
+    values = torch.arange(12.0).view(4, 3)
+    first, second = (distribute_tensor(item, mesh, [Shard(0)]) for item in (values, values + 1))
+    place = torch.zeros(4, 3)
+    with layout.writing_to({"first": place, "second": place}) as memory:
+        gathered = layout.gather_named([("first", first), ("second", second)])
+        assert next(gathered) == ("first", place)
+        ((name, whole),) = gathered  # which the engine loads and compares with what it has loaded before
+    assert memory.written == {"first"}
+    assert torch.equal(place, values)
+    assert (name, whole.tolist()) == ("second", (values + 1).tolist())
+
+
 def test_values_are_rounded_as_a_gather_rounds_them(mesh: DeviceMesh) -> None:
     layout = HostLayout(Comm(), device=torch.device("cpu"))
     rows = distribute_tensor(torch.rand(5, 7), mesh, [Shard(0)])
