@@ -13,6 +13,7 @@ from lightrl.comm import RankError
 from lightrl.config import GRPOConfig, parse_config
 from lightrl.engines.base import WeightSyncError
 from lightrl.engines.weights import host_memory
+from lightrl.engines.weights.account import WeightAccount
 from lightrl.engines.weights.host_memory import is_together
 from lightrl.strategy import create_strategy
 from lightrl.strategy.layout import host_layout
@@ -102,6 +103,21 @@ def check_lost_writes(strategy, policy):
     strategy.update_engine_weights(policy)
 
 
+def check_refusal(strategy, policy):
+    """If the engine of one rank misses a weight, no rank generates before the next sync: it would wait for that one."""
+    honest = WeightAccount.problems
+    if strategy.comm.rank == 1:
+        WeightAccount.problems = lambda account: ["missing"]
+    try:
+        strategy.update_engine_weights(policy)
+    except (WeightSyncError, RankError) as error:
+        assert "missing" in str(error), error
+    WeightAccount.problems = honest
+    assert strategy.engine.needs_weights
+    strategy.update_engine_weights(policy)
+    assert not strategy.engine.needs_weights
+
+
 def check_level_2(strategy, policy):
     """Weights that are dropped leave the memory, and the next sync brings them back to it."""
     strategy.engine.sleep(2)
@@ -136,6 +152,7 @@ if __name__ == "__main__":
         check_generation(strategy, policy)
     check_order(strategy, policy)
     check_lost_writes(strategy, policy)
+    check_refusal(strategy, policy)
     check_level_2(strategy, policy)
     if "bfloat16" not in sys.argv:
         check_generation(strategy, policy)

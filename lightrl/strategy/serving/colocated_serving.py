@@ -179,7 +179,7 @@ class ColocatedServing:
         update = engine.update_weights if comm.world == 1 else self._update_alike
         with comm.phase("weight sync", late=WeightSyncError):  # raised only after all pairs were consumed
             report = update(self.source.full_parameters(model, dtype), version, expected=expected)
-        self._model = model
+        self._model, engine.version = model, version  # only now that every rank has them
         every = self._options.canary_every
         if every and self.num_syncs % every == 0 and can_score(model):
             report = replace(report, canary=self.canary.check(engine, model, dtype, comm))
@@ -196,7 +196,7 @@ class ColocatedServing:
             agreement.problems()  # which the other ranks wait in
             raise
         problems = agreement.problems()
-        engine.version = None if problems else version  # weights that differ must not generate
+        engine.version = None  # until it is known that all ranks have the weights: they generate together
         raise_problems(problems, f"Weight sync to version {version}")
         return report
 
