@@ -3,6 +3,7 @@
 usage: host_memory_program.py [options of fsdp]
 """
 
+import gc
 import sys
 import time
 from pathlib import Path
@@ -141,6 +142,15 @@ def check_apart(strategy, policy):
         assert torch.equal(held(strategy)[name], whole), name
 
 
+def check_end(strategy, policy):
+    """The memory is given back with its engine."""
+    strategy.setup_inference_engine(None, "native", actor=policy)
+    assert "lightrl-weights" in Path("/proc/self/maps").read_text()
+    strategy.serving.close()
+    gc.collect()
+    assert "lightrl-weights" not in Path("/proc/self/maps").read_text()
+
+
 if __name__ == "__main__":
     strategy = create_strategy(parse_config(GRPOConfig, ["--strategy", "fsdp", *sys.argv[1:]]))
     strategy.setup_distributed()
@@ -157,5 +167,6 @@ if __name__ == "__main__":
     if "bfloat16" not in sys.argv:
         check_generation(strategy, policy)
     check_apart(strategy, policy)
+    check_end(strategy, policy)
     strategy.close()
     print("all checked", flush=True)

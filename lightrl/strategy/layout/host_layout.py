@@ -29,20 +29,20 @@ class CommonMemory:
 class HostLayout(DTensorLayout):
     """A DTensorLayout that exchanges nothing where it is given common memory."""
 
-    _memory: CommonMemory | None = None
+    memory: CommonMemory | None = None  # while a sync writes there
 
     @contextmanager
     def writing_to(self, places: Mapping[str, Tensor]) -> Iterator[CommonMemory]:
         """Gathers into these places in the body of the context, at the start of which no rank may still read them."""
-        self._memory = CommonMemory(places)
+        self.memory = CommonMemory(places)
         try:
-            yield self._memory
+            yield self.memory
         finally:
-            self._memory = None
+            self.memory = None
 
     def gather_named(self, named: NamedTensors, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, whole tensor), those in common memory first; every rank must iterate to the end."""
-        memory = self._memory
+        memory = self.memory
         if memory is not None:
             named = self._write(memory, named, dtype)
             yield from ((name, memory.places[name]) for name in sorted(memory.written))

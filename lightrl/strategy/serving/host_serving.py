@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 
 from torch import Tensor, nn
 
@@ -27,15 +28,11 @@ class HostServing(ColocatedServing):
         super().__init__(trainer, options)
         self._layout = layout
         self._apart: InferenceEngine | None = None  # an engine whose weights cannot lie in common memory
-        self._memory = CommonMemory({})  # of the sync that is under way
 
     def sync_weights(self, model: nn.Module, *, is_new: bool = True) -> SyncReport:
         """Sends the model's weights to the engine, through memory that all ranks map if there can be such memory."""
         places = self._common_places()
-        if not places:
-            self._memory = CommonMemory({})
-            return super().sync_weights(model, is_new=is_new)
-        with self._layout().writing_to(places) as self._memory:
+        with self._layout().writing_to(places) if places else nullcontext():
             return super().sync_weights(model, is_new=is_new)
 
     def _common_places(self) -> Mapping[str, Tensor]:
@@ -52,16 +49,18 @@ class HostServing(ColocatedServing):
 
     def _update_alike(self, weights: NamedTensors, version: int, *, expected: KnownWeights | None) -> SyncReport:
         """Updates the engine's weights, and proves that those in common memory are the trainer's."""
-        memory = self._memory
-        known = None if expected is None else _Known(expected, memory)
-        report = super()._update_alike(weights, version, expected=known)
-        wrong = [name for name, found in memory.found.items() if expected is not None and found != expected[name]]
-        if wrong:  # the same on every rank
-            self.require_engine().version = None
-            raise_problems(
-                [f"{name} differs from the trainer's" for name in wrong], f"Weight sync to version {version}"
-            )
+        memory = self._layout().memory
+        if memory is None or expected is None:
+            return super()._update_alike(weights, version, expected=expected)
+        report = super()._update_alike(weights, version, expected=_Known(expected, memory))
+        wrong = [name for name, found in memory.found.items() if found != expected[name]]  # the same on every rank
+        raise_problems([f"{name} differs from the trainer's" for name in wrong], f"Weight sync to version {version}")
         return report
+
+    def close(self) -> None:
+        """Ends the engine, if there is one."""
+        super().close()
+        self._apart = None  # an engine may hold what its weights were in
 
 
 class _Known(Mapping[str, KnownWeight]):
