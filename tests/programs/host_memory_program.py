@@ -13,9 +13,10 @@ import torch
 from lightrl.comm import RankError
 from lightrl.config import GRPOConfig, parse_config
 from lightrl.engines.base import WeightSyncError
+from lightrl.engines.native.engine import build_native_engine
 from lightrl.engines.weights import host_memory
 from lightrl.engines.weights.account import WeightAccount
-from lightrl.engines.weights.host_memory import is_together
+from lightrl.engines.weights.host_memory import is_mapped
 from lightrl.strategy import create_strategy
 from lightrl.strategy.layout import host_layout
 from lightrl.testing.strategy_checks import greedy
@@ -29,7 +30,7 @@ def held(strategy):
 
 
 def all_together(strategy):
-    return all(map(is_together, held(strategy).values()))
+    return all(map(is_mapped, held(strategy).values()))
 
 
 def change(strategy, policy):
@@ -71,8 +72,8 @@ def check_generation(strategy, policy):
     for item in items:
         assert item.output_token_ids == greedy(alone.hf, item.prompt_token_ids, len(item.output_token_ids))
     forward = strategy.engine.engine._runner._fused
-    assert is_together(forward.layers[0].qkv.weight)
-    assert is_together(forward.layers[1].down.weight)
+    assert is_mapped(forward.layers[0].qkv.weight)
+    assert is_mapped(forward.layers[1].down.weight)
 
 
 def check_order(strategy, policy):
@@ -122,7 +123,7 @@ def check_refusal(strategy, policy):
 def check_level_2(strategy, policy):
     """Weights that are dropped leave the memory, and the next sync brings them back to it."""
     strategy.engine.sleep(2)
-    assert not any(map(is_together, held(strategy).values()))
+    assert not any(map(is_mapped, held(strategy).values()))
     assert all(parameter.untyped_storage().nbytes() == 0 for parameter in held(strategy).values())
     assert "lightrl-weights" not in Path("/proc/self/maps").read_text()
     strategy.update_engine_weights(policy)
@@ -137,7 +138,23 @@ def check_apart(strategy, policy):
     strategy.setup_inference_engine(None, "native", actor=policy)
     host_memory._mapped = honest
     strategy.update_engine_weights(policy)
-    assert not any(map(is_together, held(strategy).values()))
+    assert not any(map(is_mapped, held(strategy).values()))
+    for name, whole in wholes(strategy, policy).items():
+        assert torch.equal(held(strategy)[name], whole), name
+
+
+def check_mapped_before(strategy, policy):
+    """Weights that each rank has mapped for itself, as from a file, are not taken for common ones."""
+
+    def build(**parts):
+        engine = build_native_engine(**parts)
+        for parameter in engine.model.parameters():
+            parameter.data = torch.frombuffer(bytearray(parameter.nbytes), dtype=parameter.dtype).view(parameter.shape)
+        assert all(map(is_mapped, engine.model.parameters()))
+        return engine
+
+    strategy.serving.factories = {"native": build}
+    strategy.setup_inference_engine(None, "native", actor=policy)
     for name, whole in wholes(strategy, policy).items():
         assert torch.equal(held(strategy)[name], whole), name
 
@@ -167,6 +184,7 @@ if __name__ == "__main__":
     if "bfloat16" not in sys.argv:
         check_generation(strategy, policy)
     check_apart(strategy, policy)
+    check_mapped_before(strategy, policy)
     check_end(strategy, policy)
     strategy.close()
     print("all checked", flush=True)

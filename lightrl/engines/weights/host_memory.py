@@ -49,11 +49,11 @@ def move_together(parameters: Mapping[str, Tensor], comm: Comm) -> bool:
 
 
 def move_apart(parameters: Iterable[Tensor]) -> bool:
-    """Gives parameters that lie in the memory of several ranks memory of their own, without their values.
+    """Gives parameters in mapped memory memory of their own, without their values.
 
     Returns whether there were any. Those that share a storage stay side by side.
     """
-    mapped = [item for item in parameters if is_together(item)]
+    mapped = [item for item in parameters if is_mapped(item)]
     own: dict[int, Tensor] = {}
     for item in mapped:
         shared = item.untyped_storage()
@@ -62,8 +62,8 @@ def move_apart(parameters: Iterable[Tensor]) -> bool:
     return bool(mapped)
 
 
-def is_together(parameter: Tensor) -> bool:
-    """Returns whether a parameter lies in memory that several ranks map."""
+def is_mapped(parameter: Tensor) -> bool:
+    """Returns whether a parameter lies in mapped memory: that of several ranks, or that of a file."""
     return not parameter.untyped_storage().resizable()
 
 

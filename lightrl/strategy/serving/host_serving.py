@@ -13,7 +13,7 @@ from lightrl.engines.colocated import SyncReport
 from lightrl.engines.native.engine import NativeEngine
 from lightrl.engines.weights.account import raise_problems
 from lightrl.engines.weights.fingerprint import Fingerprint, KnownWeight, KnownWeights, Placed
-from lightrl.engines.weights.host_memory import is_together, move_together
+from lightrl.engines.weights.host_memory import is_mapped, move_together
 from lightrl.strategy.layout.host_layout import CommonMemory, HostLayout
 from lightrl.strategy.serving.colocated_serving import ColocatedServing, ServedTrainer
 
@@ -27,7 +27,8 @@ class HostServing(ColocatedServing):
     def __init__(self, trainer: ServedTrainer, options: StrategyOptions, layout: Callable[[], HostLayout]) -> None:
         super().__init__(trainer, options)
         self._layout = layout
-        self._apart: InferenceEngine | None = None  # an engine whose weights cannot lie in common memory
+        self._together: InferenceEngine | None = None  # an engine whose weights were moved into common memory
+        self._apart: InferenceEngine | None = None  # an engine whose weights cannot lie there
 
     def sync_weights(self, model: nn.Module, *, is_new: bool = True) -> SyncReport:
         """Sends the model's weights to the engine, through memory that all ranks map if there can be such memory."""
@@ -41,10 +42,12 @@ class HostServing(ColocatedServing):
         if engine is self._apart or comm.world == 1 or self._options.engine_sleep_level == 2:
             return {}
         places = engine.placeable_parameters() if isinstance(engine, NativeEngine) else {}
-        is_there = comm.agree(bool(places) and all(map(is_together, places.values())))
+        # Weights that an engine was built with may be mapped, too: from a file, and by each rank for itself.
+        is_there = comm.agree(engine is self._together and all(map(is_mapped, places.values())))
         if not is_there and not (places and move_together(places, comm)):
             self._apart = engine
             return {}
+        self._together = engine
         return places
 
     def _update_alike(self, weights: NamedTensors, version: int, *, expected: KnownWeights | None) -> SyncReport:
@@ -60,7 +63,7 @@ class HostServing(ColocatedServing):
     def close(self) -> None:
         """Ends the engine, if there is one."""
         super().close()
-        self._apart = None  # an engine may hold what its weights were in
+        self._together = self._apart = None  # an engine may hold what its weights were in
 
 
 class _Known(Mapping[str, KnownWeight]):

@@ -7,7 +7,7 @@ from torch import nn
 
 from lightrl.comm import Comm
 from lightrl.engines.weights import host_memory
-from lightrl.engines.weights.host_memory import is_together, map_together, move_apart, move_together
+from lightrl.engines.weights.host_memory import is_mapped, map_together, move_apart, move_together
 from lightrl.engines.weights.storage import drop_weights
 
 
@@ -26,14 +26,14 @@ def test_parameters_keep_their_values_and_their_neighbours() -> None:
     named = dict(model.named_parameters(remove_duplicate=False))
     before = {name: (item.clone(), item.stride()) for name, item in named.items()}
     assert move_together(named, Comm())
-    assert all(map(is_together, model.parameters()))
+    assert all(map(is_mapped, model.parameters()))
     assert all(torch.equal(named[name], value) for name, (value, _) in before.items())
     assert all(named[name].stride() == stride for name, (_, stride) in before.items())
     first, second = model["a"].weight, model["b"].weight
     assert second.data_ptr() - first.data_ptr() == 2 * 4  # two outputs of float32: the next columns
     assert model["norm"].weight.data_ptr() % 64 == 0
     assert move_apart(model.parameters())
-    assert not any(map(is_together, model.parameters()))
+    assert not any(map(is_mapped, model.parameters()))
     assert second.data_ptr() - first.data_ptr() == 2 * 4
     assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
     assert not move_apart(model.parameters())
@@ -51,7 +51,7 @@ def test_weights_in_common_memory_are_dropped_after_they_left_it() -> None:
     assert move_together(dict(model.named_parameters()), Comm())  # empty ones, too
     for storage, size in dropped:
         storage.resize_(size)
-    assert all(map(is_together, model.parameters()))
+    assert all(map(is_mapped, model.parameters()))
     drop_weights(joined(), lambda: calls.append([]))
     assert len(calls) == 1  # nothing to let go of
 
@@ -66,7 +66,7 @@ def test_parameters_stay_where_they_are_without_common_memory(monkeypatch) -> No
     assert map_together(Comm(), 100) is None
     model = joined()
     assert not move_together(dict(model.named_parameters()), Comm())
-    assert not any(map(is_together, model.parameters()))
+    assert not any(map(is_mapped, model.parameters()))
     monkeypatch.undo()
     for name in ("memfd_create", "ftruncate"):  # not allowed, or beyond a limit
         with monkeypatch.context() as patched:
