@@ -82,10 +82,10 @@ def compute_in_bfloat16(model: nn.Module, device: torch.device) -> None:
 def _products_of(forward: Callable[..., Any]) -> tuple[tuple[bool, ...], frozenset[str]]:
     """Reads a forward: whether each F.linear has a weight cast to float32, and the attributes called."""
     try:
-        source = inspect.getsource(forward)
-    except (OSError, TypeError):  # written in C, or in a session
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, TypeError, SyntaxError):  # written in C or in a session, with text to the left of it, or a lambda
         return (), frozenset()
-    calls = [node for node in ast.walk(ast.parse(textwrap.dedent(source))) if isinstance(node, ast.Call)]
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     names = [ast.unparse(call.func) for call in calls]
     weights = [
         ast.unparse(call.args[1]) if len(call.args) > 1 else ""

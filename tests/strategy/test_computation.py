@@ -152,6 +152,19 @@ def test_routers_that_ask_for_nothing_compute_in_bfloat16(family: str) -> None:
     assert [name for name, module in model.named_modules() if "forward" in module.__dict__] == [""]
 
 
+class _Outdented(nn.Linear):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        _ = """A text
+that begins further left."""
+        return super().forward(hidden)
+
+
+def test_a_forward_that_cannot_be_parsed_by_itself_stays_under_autocast() -> None:
+    module = nn.Sequential(_Outdented(3, 3))
+    compute_in_bfloat16(module, torch.device("cpu"))
+    assert module(torch.ones(2, 3)).dtype == torch.bfloat16
+
+
 def test_a_module_that_calls_layers_with_weights_stays_under_autocast() -> None:
     module = nn.Sequential(_Mixed())
     compute_in_bfloat16(module, torch.device("cpu"))
