@@ -32,7 +32,7 @@ complete -o default -F _lightrl lightrl"""
 # Options of programs whose modules load torch, for which a shell would wait whenever it starts.
 _OWN_OPTIONS = {
     "doctor": "output_dir timeout_s json",
-    "export": "step output hub.push",
+    "export": "step best output hub.push",
     "hash": "",
     "lm-eval": "tasks include_path num_fewshot limit batch_size device chat output",
     "plan": "ranks device_memory prompt_tokens response_tokens fit json",

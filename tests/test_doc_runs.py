@@ -142,6 +142,8 @@ def folder(tmp_path: Path) -> Path:
     code = blocks(ROOT / "docs" / "rollouts.md", "python")
     own = [text for text in code if "class TryAgain" in text or "async def play" in text]
     (tmp_path / "my_module.py").write_text("\n\n".join(own))
+    screens = [text for text in blocks(ROOT / "docs" / "multimodal.md", "python") if "class Screen" in text]
+    (tmp_path / "my_screen.py").write_text("\n\n".join(screens))
     return tmp_path
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Hashable
 from decimal import Decimal
+from typing import TypeVar
 
 from lightrl.records import Sample
+
+JudgeT = TypeVar("JudgeT", bound=Callable[[Sample], float])
 
 # A minus counts as a sign only if it does not subtract; commas may only separate thousands. The exponent is kept short
 # because Decimal raises an error beyond its range, and a response may contain anything.
@@ -21,6 +25,21 @@ _NUMBER = re.compile(
 _SEPARATOR = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\[,;: ])(?=[0-9]{3}(?![0-9]))")  # of thousands, in LaTeX
 
 
+def _with_answers(read: Callable[[Sample], Hashable | None]) -> Callable[[JudgeT], JudgeT]:
+    """Gives a reward the function that reads the answer of a response, for --eval.majority."""
+
+    def give(reward: JudgeT) -> JudgeT:
+        reward.answer_of = read  # type: ignore[attr-defined]
+        return reward
+
+    return give
+
+
+def _stripped(sample: Sample) -> str | None:
+    return sample.text.strip() or None
+
+
+@_with_answers(_stripped)
 def exact_match(sample: Sample) -> float:
     """Returns 1 if the response, without surrounding white space, equals the answer as text."""
     return float(sample.text.strip() == expected_answer(sample))
@@ -29,31 +48,22 @@ def exact_match(sample: Sample) -> float:
 exact_match.needs_time_limit = False  # type: ignore[attr-defined]  # a timer takes longer than the comparison
 
 
-def _stripped(sample: Sample) -> str | None:
-    return sample.text.strip() or None
-
-
-exact_match.answer_of = _stripped  # type: ignore[attr-defined]  # for --eval.majority
-
-
 def contains(sample: Sample) -> float:
     """Returns 1 if the answer's text occurs anywhere in the response, also inside a longer word or number."""
     return float(expected_answer(sample) in sample.text)
-
-
-def last_number(sample: Sample) -> float:
-    """Returns 1 if the last number of the response equals the last one of the answer: 1,234.50 equals 1234.5."""
-    expected = _last_number_in(expected_answer(sample))
-    if expected is None:
-        raise ValueError(f"the prompt's answer {sample.prompt.answer!r} holds no number to compare with")
-    return float(_last_number_in(sample.text) == expected)
 
 
 def _last_number_of(sample: Sample) -> Decimal | None:
     return _last_number_in(sample.text)
 
 
-last_number.answer_of = _last_number_of  # type: ignore[attr-defined]
+@_with_answers(_last_number_of)
+def last_number(sample: Sample) -> float:
+    """Returns 1 if the last number of the response equals the last one of the answer: 1,234.50 equals 1234.5."""
+    expected = _last_number_in(expected_answer(sample))
+    if expected is None:
+        raise ValueError(f"the prompt's answer {sample.prompt.answer!r} holds no number to compare with")
+    return float(_last_number_in(sample.text) == expected)
 
 
 def expected_answer(sample: Sample) -> str:

@@ -38,7 +38,7 @@ class MajorityVotes:
         """Raises LateMistakeError if no reward reads answers."""
         self._read, self._comm = reader_of(rewards), comm
 
-    def describe_groups(
+    def __call__(
         self,
         groups: Sequence[ScoredGroup],
         statistics: Statistics,
@@ -60,4 +60,4 @@ class MajorityVotes:
 
 def add_majority(collector: Any, rewards: RewardSet, comm: Comm) -> None:
     """Makes a collector's evaluations report maj@N; raises LateMistakeError if no reward reads answers."""
-    collector.describe_groups = MajorityVotes(rewards, comm).describe_groups
+    collector.describe_groups = MajorityVotes(rewards, comm)

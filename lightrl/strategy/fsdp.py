@@ -39,8 +39,10 @@ class FSDPStrategy(TorchStrategy):
     layout: HostLayout
     _same_batches: dist.ProcessGroup | None = None  # ranks that run the same micro-batches, if any
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self, seed: int, max_norm: float, micro_train_batch_size: int, train_batch_size: int, args: Any | None = None
+    ) -> None:
+        super().__init__(seed, max_norm, micro_train_batch_size, train_batch_size, args)
         if not self.options.offload_while_generating:
             self.serving = HostServing(self, self.options, lambda: self.layout)
 

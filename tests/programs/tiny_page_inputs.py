@@ -97,7 +97,14 @@ def write_inputs(folder: Path, *, with_images: bool) -> None:
         {"prompt": f"{a}+{b}=", "answer": str(a + b), "data_source": sources[i % 3], "tests": ["assert double(2) == 4"]}
         for i, (a, b) in enumerate(SUMS)
     ]
-    data = {"train": problems, "test": problems[:3], "problems": problems, "chats": chats, "mixed": mixed}
+    data = {
+        "train": problems,
+        "test": problems[:3],
+        "problems": problems,
+        "chats": chats,
+        "held-out": chats[:3],
+        "mixed": mixed,
+    }
     for name, lines in data.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     pairs = [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(a + b + 1)} for a, b in SUMS]

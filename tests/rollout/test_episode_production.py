@@ -75,7 +75,7 @@ def production(model, workflow=None):
     engine = ColocatedEngine(made, tokenizer)
     engine.update_weights([(name, value.detach()) for name, value in policy.named_parameters()], 0)
     limits = EpisodeLimits(max_new_tokens=6, max_turns=3, max_tokens=40)
-    strategy, rewards = SimpleNamespace(comm=Comm(), tokenizer=tokenizer), RewardSet.of(episode_reward)
+    strategy, rewards = SimpleNamespace(comm=Comm(), tokenizer=tokenizer, media=None), RewardSet.of(episode_reward)
     collector = EpisodeCollector(strategy, rewards, workflow or ThreeTurns(), seed=0, limits=limits)
     link = Store()
     parts = {"prompts": PROMPTS, "rewards": RewardSet.of(episode_reward), "collector": collector}

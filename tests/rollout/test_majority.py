@@ -53,7 +53,7 @@ def test_prompts_weigh_the_same_and_sources_are_told_apart() -> None:
     ]
     statistics = Statistics()
     votes = MajorityVotes(RewardSet.of(exact_match), Comm())
-    votes.describe_groups(groups, statistics, ks=(1,), source_field="source", prefix="eval/")
+    votes(groups, statistics, ks=(1,), source_field="source", prefix="eval/")
     found = statistics.reduce(Comm())
     assert found["eval/maj@4"] == pytest.approx((1 + 1 / 2 + 0) / 3, abs=1e-12)
     assert found["eval/a/maj@4"] == pytest.approx(3 / 4, abs=1e-12)
@@ -68,5 +68,5 @@ def test_a_prompt_without_any_reward_is_left_out() -> None:
     ]
     statistics = Statistics()
     votes = MajorityVotes(RewardSet.of(exact_match), Comm())
-    votes.describe_groups(groups, statistics, ks=(), source_field="", prefix="")
+    votes(groups, statistics, ks=(), source_field="", prefix="")
     assert statistics.reduce(Comm())["maj@2"] == 1.0

@@ -129,7 +129,7 @@ def test_every_page_of_tools_is_read_and_an_endless_list_is_refused(tmp_path: Pa
 def test_the_workflow_takes_them() -> None:
     written = '<tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool_call>'
     text, _ = play(written, "42", tools=(), mcp=f"{sys.executable} {SERVER}")
-    assert text.startswith("[multiply][burn][leave]")
+    assert text.startswith("[multiply][burn][draw][leave]")
     assert "<tool>42<eos>" in text
 
 

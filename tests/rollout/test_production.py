@@ -116,7 +116,7 @@ def production(link, config, engine, workflow):
         return Production(*parts, prompts=PROMPTS, rewards=rewards, collector=plain)
     tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "", chat_template=None)
     limits = EpisodeLimits(max_new_tokens=40, max_turns=2, max_tokens=500)
-    strategy = SimpleNamespace(comm=Comm(), tokenizer=tokenizer)
+    strategy = SimpleNamespace(comm=Comm(), tokenizer=tokenizer, media=None)
     collector = EpisodeCollector(strategy, rewards, workflow, seed=config.seed, limits=limits)
     return EpisodeProduction(*parts, prompts=PROMPTS, rewards=RewardSet.of(episode_reward), collector=collector)
 

@@ -82,7 +82,7 @@ def collector_of(engine, workflow):
         yield engine
 
     serving = SimpleNamespace(session=session)
-    strategy = SimpleNamespace(comm=Comm(), tokenizer=engine.tokenizer, serving=serving)
+    strategy = SimpleNamespace(comm=Comm(), tokenizer=engine.tokenizer, serving=serving, media=None)
     limits = EpisodeLimits(max_new_tokens=5, max_turns=9, max_tokens=40)
     collector = EpisodeCollector(strategy, RewardSet.of(episode_reward), workflow, seed=CONFIG.seed, limits=limits)
     return collector, strategy

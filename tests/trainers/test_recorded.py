@@ -90,7 +90,7 @@ def test_what_cannot_be_replayed_is_told_before_anything_is_loaded(toy: Path, tm
     with pytest.raises(ValueError, match="holds no record"):
         recorded(GRPOTrainer)(config)
     (tmp_path / "step-000001").mkdir()
-    with pytest.raises(ValueError, match="holds 1 steps, and --max_steps is 200: give at most 1"):
+    with pytest.raises(ValueError, match="holds 1 step, and --max_steps is 200: give at most 1"):
         recorded(GRPOTrainer)(config)
     with pytest.raises(ValueError, match="need a trainer that has learn_from"):
         recorded(Trainer)(config)
