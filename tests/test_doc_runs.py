@@ -60,7 +60,8 @@ LEAVES = {
     "--exact True": "final/weights.sha256",
 }
 REPORTS = {
-    "--eval_data": "eval/accuracy",
+    "--eval_data test": "eval/accuracy",
+    "--eval.best eval/loss": "eval/loss",
     "--rollout.workflow ": "episode/turns",
     "examples.self_play:": "episode/opponent_right",
     "--teacher_model": "distillation/reverse_kl",

@@ -97,12 +97,14 @@ def write_inputs(folder: Path, *, with_images: bool) -> None:
         {"prompt": f"{a}+{b}=", "answer": str(a + b), "data_source": sources[i % 3], "tests": ["assert double(2) == 4"]}
         for i, (a, b) in enumerate(SUMS)
     ]
+    answers = [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a, b in SUMS]
     data = {
         "train": problems,
         "test": problems[:3],
         "problems": problems,
         "chats": chats,
-        "held-out": chats[:3],
+        "answers": answers,
+        "held-out": answers[:3],
         "mixed": mixed,
     }
     for name, lines in data.items():
