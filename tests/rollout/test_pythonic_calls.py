@@ -47,7 +47,7 @@ def test_calls_and_what_is_left(text: str, calls: list[ToolCall], rest: str | No
     assert rest is None or left == rest
 
 
-@pytest.mark.filterwarnings("error::SyntaxWarning")
+@pytest.mark.filterwarnings("error::SyntaxWarning", "error::DeprecationWarning")  # the latter in Python 3.11
 @pytest.mark.parametrize(
     ("written", "value"),
     [
