@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable
 from decimal import Decimal
-from typing import TypeVar
 
 from lightrl.records import Sample
-
-JudgeT = TypeVar("JudgeT", bound=Callable[[Sample], float])
 
 # A minus counts as a sign only if it does not subtract; commas may only separate thousands. The exponent is kept short
 # because Decimal raises an error beyond its range, and a response may contain anything.
@@ -25,21 +21,10 @@ _NUMBER = re.compile(
 _SEPARATOR = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\[,;: ])(?=[0-9]{3}(?![0-9]))")  # of thousands, in LaTeX
 
 
-def _with_answers(read: Callable[[Sample], Hashable | None]) -> Callable[[JudgeT], JudgeT]:
-    """Gives a reward the function that reads the answer of a response, for --eval.majority."""
-
-    def give(reward: JudgeT) -> JudgeT:
-        reward.answer_of = read  # type: ignore[attr-defined]
-        return reward
-
-    return give
-
-
 def _stripped(sample: Sample) -> str | None:
     return sample.text.strip() or None
 
 
-@_with_answers(_stripped)
 def exact_match(sample: Sample) -> float:
     """Returns 1 if the response, without surrounding white space, equals the answer as text."""
     return float(sample.text.strip() == expected_answer(sample))
@@ -57,13 +42,16 @@ def _last_number_of(sample: Sample) -> Decimal | None:
     return _last_number_in(sample.text)
 
 
-@_with_answers(_last_number_of)
 def last_number(sample: Sample) -> float:
     """Returns 1 if the last number of the response equals the last one of the answer: 1,234.50 equals 1234.5."""
     expected = _last_number_in(expected_answer(sample))
     if expected is None:
         raise ValueError(f"the prompt's answer {sample.prompt.answer!r} holds no number to compare with")
     return float(_last_number_in(sample.text) == expected)
+
+
+for _reward, _read in ((exact_match, _stripped), (last_number, _last_number_of)):  # for --eval.majority
+    _reward.answer_of = _read  # type: ignore[attr-defined]
 
 
 def expected_answer(sample: Sample) -> str:
