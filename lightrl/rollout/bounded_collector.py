@@ -116,8 +116,8 @@ class BoundedCollector(RemoteCollector):
         """Returns the claim numbers of the groups in the step's batch; None while the step has to wait."""
         return forced_first(self._started, self._finished, step=step, rules=self._rules)
 
-    def take(self, link: Link, step: int) -> list[ScoredGroup]:
-        """Waits until the step has a batch, and returns its groups."""
+    def take(self, link: Link, step: int, first: int, count: int) -> list[ScoredGroup]:
+        """Waits until the step has a batch, and returns its groups; whatever the trainer drew does not matter."""
         chosen: tuple[int, ...] = ()
 
         def has_batch() -> bool:

@@ -30,13 +30,14 @@ class RemoteCollector:
 
     def sample(self, prompts: Prompts, *, step: int, group_size: int, temperature: float) -> list[Sample]:
         """Returns this rank's samples of the step, which are already scored; every rank calls it."""
+        first, count = prompts[0][0] if prompts else 0, int(self._comm.all_reduce(len(prompts), "sum"))
         groups: list[ScoredGroup] = []
         with self._comm.phase("waiting for samples", local=True):
             if self._link is not None:
                 self._link.require_others()  # even if the batch is already there
-                groups = self.take(self._link, step)
+                groups = self.take(self._link, step, first, count)
         outgoing: list[list[ScoredGroup]] = [[] for _ in range(self._comm.world)]
-        for position, group in enumerate(groups):
+        for position, group in enumerate(groups, start=first):
             outgoing[position % self._comm.world].append(group.at(position))
         mine = self._comm.exchange(outgoing)
         self._rewards = {
@@ -44,11 +45,14 @@ class RemoteCollector:
         }
         return [sample for group in mine for sample in group.samples]
 
-    def take(self, link: Link, step: int) -> list[ScoredGroup]:
-        """Has the rollout ranks sample the step's prompts, and returns the groups in the order of the prompts."""
-        end = self._sampler.num_drawn  # the trainer has already drawn the prompts
-        drawn = [self._sampler.index_at(ticket) for ticket in range(end - self._sampler.batch_size, end)]
-        link.post({"do": "rollout", "step": step, "prompts": drawn})
+    def take(self, link: Link, step: int, first: int, count: int) -> list[ScoredGroup]:
+        """Has the rollout ranks sample the step's prompts first, first + 1, ..., which the trainer drew last.
+
+        Returns the groups in the order of the prompts.
+        """
+        end = self._sampler.num_drawn
+        drawn = [self._sampler.index_at(ticket) for ticket in range(end - count, end)]
+        link.post({"do": "rollout", "step": step, "first": first, "prompts": drawn})
         groups: list[ScoredGroup] = []
         for content in link.answers():
             answer = from_bytes(content)

@@ -139,7 +139,8 @@ class RolloutServer:
     def _roll_out(self, command: Command) -> None:
         """Generates and scores this rank's part of a step's samples, as a trainer with an engine does."""
         config, comm, statistics = self.config, self.strategy.comm, Statistics()
-        batch = [(position, self.prompts.train[index]) for position, index in enumerate(command["prompts"])]
+        drawn = enumerate(command["prompts"], start=command["first"])
+        batch = [(position, self.prompts.train[index]) for position, index in drawn]
         samples = self.collector.sample(
             shard(batch, comm.rank, comm.world),
             step=command["step"],

@@ -18,6 +18,7 @@ from lightrl.rewards.reward_set import RewardSet
 from lightrl.roles import Role, split
 from lightrl.rollout.bounded_collector import BoundedCollector, Tickets
 from lightrl.rollout.bounded_drop import DroppingCollector
+from lightrl.rollout.bounded_filter import filtering
 from lightrl.rollout.recorded_schedule import ScheduleLog
 from lightrl.rollout.remote_collector import RemoteCollector
 from lightrl.strategy import StrategyBase, create_strategy, strategy_class
@@ -25,9 +26,10 @@ from lightrl.strategy.serving.remote_serving import RemoteServing
 from lightrl.trainers.curriculum import CurriculumTrainer, load_curriculum
 from lightrl.trainers.fit import Trainer
 from lightrl.trainers.rollout_server import RolloutServer
+from lightrl.trainers.scheduled import load_filter
 
 BOUNDED_COLLECTORS = {"wait": BoundedCollector, "drop": DroppingCollector}  # keys: values of --rollout.late
-_BOUNDED = ("max_staleness", "late", "on_policy_min_ratio")  # options of --rollout that such runs support
+_BOUNDED = ("max_staleness", "late", "on_policy_min_ratio", "filter")  # options of --rollout that such runs support
 
 
 def in_role(trainer_class: Callable[[Any], Trainer]) -> Callable[[RolloutConfig], Trainer | RolloutServer]:
@@ -87,6 +89,8 @@ class Learner(Trainer):
         if self.config.rollout.max_staleness:
             log = ScheduleLog(self.folder.root)
             kind = BOUNDED_COLLECTORS[self.config.rollout.late]
+            if (keep := load_filter(self.config)) is not None:
+                kind = filtering(kind, keep)
             made = kind(
                 comm,
                 link,
@@ -169,9 +173,8 @@ def check_split(config: RolloutConfig) -> None:
     """Raises ValueError for an option that separate ranks do not support."""
     if "reward_model" in [name.split("=")[0] for name in config.reward]:  # told before any other reward is constructed
         raise _refused_reward("reward_model")
-    if getattr(getattr(config, "dynamic_sampling", None), "enabled", False):
-        raise _refused("--dynamic_sampling.enabled", "Leave it out")
     _check_schedule(config)
+    _check_filters(config)
     _check_engine(config)
     check_own_options(config, strategy_class(config.strategy))  # here, as rollout ranks create another strategy
     if config.offload_while_generating:
@@ -205,6 +208,24 @@ def _check_schedule(config: RolloutConfig) -> None:
     for name in (item.name for item in fields(defaults) if item.name not in _BOUNDED):
         if getattr(config.rollout, name) != getattr(defaults, name):
             raise _refused(f"--rollout.{name}", "Leave it out")
+
+
+def _check_filters(config: RolloutConfig) -> None:
+    """Raises ValueError for a way to replace groups that the run does not support or that does not exist."""
+    ahead, sampling = config.rollout.max_staleness, getattr(config, "dynamic_sampling", None)
+    if sampling is not None and sampling.enabled and ahead:
+        text = f"--dynamic_sampling.enabled and --rollout.max_staleness {ahead}"
+        raise _refused(text, "Give --rollout.filter unequal_rewards instead of --dynamic_sampling.enabled")
+    if sampling is not None and sampling.reward:
+        raise _refused("--dynamic_sampling.reward, since the trainers get only the sum of the rewards", "Leave it out")
+    if load_filter(config) is None:
+        return
+    if not ahead:
+        text = "--rollout.filter and --rollout.max_staleness 0"
+        raise _refused(text, "Give --dynamic_sampling.enabled True instead (GRPO), or --rollout.max_staleness 1")
+    if config.data.curriculum:
+        text = "--rollout.filter and --data.curriculum, which chooses all prompts of a step before it begins"
+        raise _refused(text, "Leave one of them out")
 
 
 def _check_engine(config: RolloutConfig) -> None:

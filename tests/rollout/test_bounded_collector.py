@@ -84,29 +84,29 @@ def collector(link, folder, used=None, **options):
 
 def test_a_step_takes_the_groups_by_ticket(tmp_path):
     link = StoreLink(failures=0.0)
-    groups = collector(link, tmp_path).take(link, 0)
+    groups = collector(link, tmp_path).take(link, 0, 0, 2)
     assert [group.ticket for group in groups] == [0, 1]
     assert link.values == {}
 
 
 def test_failed_rewards_of_a_step_are_added_up(tmp_path):
     link = StoreLink(failures=1.0)
-    assert len(collector(link, tmp_path, max_reward_failures=2).take(link, 0)) == 2
+    assert len(collector(link, tmp_path, max_reward_failures=2).take(link, 0, 0, 2)) == 2
     link = StoreLink(failures=1.0)
     with pytest.raises(RewardError, match="2 rewards have failed, more than --max_reward_failures 1"):
-        collector(link, tmp_path, max_reward_failures=1).take(link, 0)
+        collector(link, tmp_path, max_reward_failures=1).take(link, 0, 0, 2)
 
 
 def test_a_step_whose_episodes_have_all_failed_ends_the_run(tmp_path):
     link = StoreLink(0.0, Status.FAILED)
     with pytest.raises(RuntimeError, match=r"Every episode of the step has failed. The first:\non fire"):
-        collector(link, tmp_path).take(link, 0)
+        collector(link, tmp_path).take(link, 0, 0, 2)
 
 
 def test_the_age_of_each_token_is_checked_where_it_is_used(tmp_path):
     link = StoreLink(0.0)
     with pytest.raises(RuntimeError, match="Step 3 has tokens of weights 0, which are 2 steps behind"):
-        collector(link, tmp_path).take(link, 2)
+        collector(link, tmp_path).take(link, 2, 0, 2)
 
 
 class RacingLink(StoreLink):

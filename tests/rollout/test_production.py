@@ -26,6 +26,7 @@ from lightrl.rewards.reward_set import RewardSet
 from lightrl.roles import Role
 from lightrl.rollout.bounded_collector import BoundedCollector, Tickets
 from lightrl.rollout.bounded_drop import DroppingCollector
+from lightrl.rollout.bounded_filter import filtering
 from lightrl.rollout.client import EpisodeLimits
 from lightrl.rollout.episode import Episode
 from lightrl.rollout.episode_collector import EpisodeCollector
@@ -171,6 +172,8 @@ def train(link, config, folder, seed, first_step=0, used=None, until=None, sampl
     link.meet()
     sampler = sampler or PromptSampler(len(PROMPTS), config.num_prompts, config.seed)
     kind = DroppingCollector if config.rollout.late == "drop" else BoundedCollector
+    if config.rollout.filter:
+        kind = filtering(kind, unequal_lengths)
     parts = {"config": config, "tickets": used, "log": ScheduleLog(folder), "first_step": first_step}
     collector = kind(Comm(), link, PROMPTS, sampler, **parts)
     known = {"first": used.first, "used": sorted(used.beyond), "begun": used.begun}
@@ -315,6 +318,42 @@ def test_dropped_groups_do_not_come_back_after_a_resume(workflow, run):
     assert len(after) == 6
     assert not gone & {sample.ticket for batch in after for sample in batch}
     assert max(step - s.oldest_version for step, batch in enumerate(after, start=6) for s in batch) <= 1
+
+
+def unequal_lengths(group):
+    return len({len(sample.response_ids) for sample in group.samples}) > 1
+
+
+@pytest.mark.parametrize(
+    ("config", "seed", "workflow"),
+    [(config_of(1, 20), 0, None), (config_of(2, 20), 1, TwoTurns()), (dropping(1, 20), 2, None)],
+    ids=["wait", "episodes", "drop"],
+)
+def test_rejected_groups_are_replaced_within_the_bound(config, seed, workflow, run):
+    config.rollout.filter = "my_rewards:unequal_lengths"
+    batches, used = run(config, seed, workflow)
+    assert all(len(batch) == 3 * GROUP for batch in batches)
+    assert max(step - s.oldest_version for step, batch in enumerate(batches) for s in batch) <= 2
+    for batch in batches:
+        for first, second in zip(batch[::GROUP], batch[1::GROUP], strict=True):
+            assert len(first.response_ids) != len(second.response_ids)
+    trained = {sample.ticket for batch in batches for sample in batch}
+    num_used = used["first"] + len(used["beyond"])
+    assert len(trained) == 60 < num_used, "none was rejected, so nothing was tested"
+    assert used["finished"] == used["running"] == []
+
+
+def test_rejected_groups_do_not_come_back_after_a_resume(run):
+    config = config_of(2, 10)
+    config.rollout.filter = "my_rewards:unequal_lengths"
+    before, state = run(config, 5, until=5)
+    used = Tickets(Comm())
+    used.load_state_dict(through_a_file(state))
+    gone = {*range(used.first), *used.beyond}
+    after, _ = run(config, 6, first_step=5, used=used)
+    assert [len(batch) for batch in after] == [3 * GROUP] * 5
+    assert len(gone) > len({sample.ticket for batch in before for sample in batch}), "nothing was rejected"
+    assert not gone & {sample.ticket for batch in after for sample in batch}
 
 
 def with_curriculum(config):

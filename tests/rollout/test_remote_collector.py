@@ -56,13 +56,25 @@ def test_the_rollout_ranks_make_the_samples_of_the_step():
     sampler.draw(6)
     drawn = sampler.draw(3)
     collector = RemoteCollector(Comm(), link, PROMPTS, sampler)
-    samples = collector.sample([], step=2, group_size=1, temperature=1.0)
-    assert link.posted == [{"do": "rollout", "step": 2, "prompts": drawn}]
+    prompts = [(position, PROMPTS[index]) for position, index in enumerate(drawn)]
+    samples = collector.sample(prompts, step=2, group_size=1, temperature=1.0)
+    assert link.posted == [{"do": "rollout", "step": 2, "first": 0, "prompts": drawn}]
     assert [(sample.position, sample.prompt.index) for sample in samples] == [(0, 3), (1, 1), (2, 2)]
     statistics = Statistics()
     assert collector.score(samples, statistics) == [1.0, 0.0, 0.5]
     assert statistics.reduce(Comm()) == {"failures": 3.0, "score": 0.5}
     assert collector.score(samples) == [1.0, 0.0, 0.5]
+
+
+def test_a_further_round_of_a_step_goes_on_where_the_first_ended():
+    link = ScriptedLink([answer(group(1, 4, 1.0), group(0, 3, 0.5))])
+    sampler = PromptSampler(4, 3, seed=0)
+    sampler.draw(3)
+    drawn = sampler.draw(2)
+    prompts = [(position, PROMPTS[index]) for position, index in enumerate(drawn, start=3)]
+    samples = RemoteCollector(Comm(), link, PROMPTS, sampler).sample(prompts, step=2, group_size=1, temperature=1.0)
+    assert link.posted == [{"do": "rollout", "step": 2, "first": 3, "prompts": drawn}]
+    assert [(sample.position, sample.prompt.index) for sample in samples] == [(3, 0), (4, 1)]
 
 
 def test_the_rollout_ranks_evaluate():

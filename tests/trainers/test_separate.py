@@ -1,7 +1,7 @@
 import pytest
 
 from lightrl.algorithms.registry import advantage
-from lightrl.config import DynamicSamplingConfig, GRPOConfig, PPOConfig
+from lightrl.config import DataConfig, DynamicSamplingConfig, GRPOConfig, PPOConfig, WorkflowConfig
 from lightrl.roles import Role
 from lightrl.trainers import separate
 from lightrl.trainers.grpo import GRPOTrainer
@@ -12,7 +12,25 @@ from lightrl.trainers.separate import Learner, check_split, in_role, rewards_of_
     ("options", "message"),
     [
         ({"reward": ("reward_model",), "reward_model": "x"}, "--reward reward_model, which all ranks compute together"),
-        ({"dynamic_sampling": DynamicSamplingConfig(enabled=True)}, "--dynamic_sampling.enabled"),
+        (
+            {"dynamic_sampling": DynamicSamplingConfig(enabled=True), "rollout": WorkflowConfig(max_staleness=1)},
+            "--dynamic_sampling.enabled and --rollout.max_staleness 1. Give --rollout.filter unequal_rewards",
+        ),
+        (
+            {"dynamic_sampling": DynamicSamplingConfig(enabled=True, reward="exact_match")},
+            "--dynamic_sampling.reward, since the trainers get only the sum",
+        ),
+        (
+            {"rollout": WorkflowConfig(filter="unequal_rewards")},
+            "--rollout.filter and --rollout.max_staleness 0. Give --dynamic_sampling.enabled True instead",
+        ),
+        (
+            {
+                "rollout": WorkflowConfig(filter="unequal_rewards", max_staleness=1),
+                "data": DataConfig(curriculum="half_solved"),
+            },
+            "--rollout.filter and --data.curriculum, which chooses all prompts",
+        ),
         ({"canary_every": 7}, "--canary_every 7: the fingerprints prove each sync"),
         ({"engine_sleep_level": 2}, "--engine_sleep_level 2: the engine has its device for itself"),
         ({"offload_while_generating": True}, "--offload_while_generating, since no engine shares"),
@@ -51,6 +69,12 @@ def test_a_reward_class_is_constructed_once_in_a_process(name, monkeypatch):
     monkeypatch.setattr(Counted, "num_made", 0)
     in_role(GRPOTrainer)(GRPOConfig(rollout_ranks=1, reward=(f"{__name__}:Counted",)))
     assert Counted.num_made == 1
+
+
+def test_a_filter_that_does_not_exist_is_refused():
+    config = GRPOConfig(rollout_ranks=1, rollout=WorkflowConfig(filter="unequal", max_staleness=1))
+    with pytest.raises(ValueError, match="Unknown filter 'unequal'. Did you mean unequal_rewards"):
+        check_split(config)
 
 
 def test_a_reward_of_all_ranks_is_refused_whatever_its_name():

@@ -101,6 +101,25 @@ def test_ppo_with_separate_ranks_has_the_numbers_of_a_colocated_run(toy_flags: l
 
 
 @pytest.mark.slow
+def test_dynamic_sampling_draws_the_same_rounds_on_separate_ranks(toy_flags: list[str], tmp_path: Path) -> None:
+    together, apart = tmp_path / "together", tmp_path / "apart"
+    flags = [*toy_flags, "--dynamic_sampling.enabled", "True", "--max_new_tokens", "1", "--max_steps", "6"]
+    flags += ["--group_size", "2", "--dynamic_sampling.oversample", "1.5"]
+    run_program([sys.executable, str(SCRIPT), *flags, "--output_dir", str(together)], timeout_s=280)
+    split = [*flags, "--rollout_ranks", "2", "--output_dir", str(apart), "--checkpoint.every", "1"]
+    run_spmd(SCRIPT, *split, "--max_steps", "3", world_size=4, timeout_s=280)
+    assert "continuing after step" in run_spmd(SCRIPT, *split, world_size=3, timeout_s=280)
+    found = [row for row in rows(apart) if "dynamic_sampling/rounds" in row]
+    assert max(row["dynamic_sampling/rounds"] for row in found) > 1
+    assert max(row["dynamic_sampling/carried"] for row in found) > 0
+    assert prompts(apart) == prompts(together)
+    for one, other in zip(rows(together), rows(apart), strict=True):
+        same = one.keys() - {"tokens/computed_share"}  # which packs share a prompt depends on the ranks that train
+        assert other.keys() - one.keys() <= {"balance/max_over_mean"}  # one rank has nothing to balance
+        assert all(math.isclose(one[name], other[name], rel_tol=1e-4, abs_tol=1e-5) for name in same)
+
+
+@pytest.mark.slow
 def test_a_curriculum_chooses_by_the_results_that_rollout_ranks_send(toy_flags: list[str], tmp_path: Path) -> None:
     together, apart = tmp_path / "together", tmp_path / "apart"
     flags = [*toy_flags, "--num_prompts", "2", "--max_steps", "6", "--data.curriculum", "half_solved"]
@@ -134,14 +153,15 @@ def test_one_rank_of_an_engine_scores_while_the_other_waits_for_the_next_step(
     assert len(trained) == 3
 
 
+FILTER = ["--rollout.filter", "unequal_rewards", "--max_new_tokens", "2"]
 LATE = ["--rollout.workflow", "tests.programs.episodes:Slow", "--rollout.late", "drop"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "own",
-    [[], [*GAME, "--reward", "episode", "--max_new_tokens", "4"], LATE, ["--data.curriculum", "half_solved"]],
-    ids=["plain", "episodes", "late groups dropped", "curriculum"],
+    [[], [*GAME, "--reward", "episode", "--max_new_tokens", "4"], LATE, ["--data.curriculum", "half_solved"], FILTER],
+    ids=["plain", "episodes", "late groups dropped", "curriculum", "filter"],
 )
 def test_a_run_that_generates_while_it_learns_can_be_repeated(
     own: list[str], toy_flags: list[str], tmp_path: Path
@@ -153,8 +173,10 @@ def test_a_run_that_generates_while_it_learns_can_be_repeated(
     assert max(row["rollout/staleness_max"] for row in first) == 1
     assert (sum(row.get("rollout/dropped", 0.0) for row in first) > 0) == (own is LATE)
     run_program([sys.executable, str(REPLAY), str(recorded), "--output_dir", str(again)], timeout_s=280)
+    has_rejected = own is FILTER  # such groups are rewarded as well, and not repeated
+    assert (sum(row.get("rollout/filtered", 0.0) for row in first) > 0) == has_rejected
     for one, other in zip(first, rows(again), strict=True):
-        assert one["reward/mean"] == other["reward/mean"]
+        assert has_rejected or one["reward/mean"] == other["reward/mean"]
         assert one["rollout/staleness"] == other["rollout/staleness"]
         assert math.isclose(one["loss"], other["loss"], rel_tol=1e-4, abs_tol=1e-5)
         assert math.isclose(one["grad_norm"], other["grad_norm"], rel_tol=1e-3)
