@@ -101,6 +101,11 @@ class SelectiveTogether:
     condition: Condition
     is_collective = True
 
+    @property
+    def works_apart(self) -> bool:
+        """Whether a rank can compute the reward by itself."""
+        return bool(self.reward.works_apart)
+
     def prepare(self, strategy: Any) -> None:
         """Loads the reward; every rank calls it."""
         self.reward.prepare(strategy)

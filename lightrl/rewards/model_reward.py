@@ -46,6 +46,7 @@ class ModelReward:
     """
 
     is_collective = True
+    works_apart = True  # with a host of its own on each rank
 
     def __init__(
         self,

@@ -18,6 +18,7 @@ from lightrl.engines.link import SIGNAL, Command, Link
 from lightrl.metrics import Statistics
 from lightrl.models.packed_attention import varies_with_length
 from lightrl.models.policy import load_policy
+from lightrl.rewards.apart import load_apart, share_models
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.roles import Role
 from lightrl.rollout.collector import Collector, grouped, sampling_of
@@ -51,6 +52,7 @@ class RolloutServer:
         self.strategy.comm.failure_of_others = self.link.peers.failure
         try:
             self.prompts = PromptData(self.run)
+            load_apart(self.rewards, self.strategy)
             self._start_engine()
             self.collector = self._make_collector()
             if config.eval.majority:
@@ -204,6 +206,7 @@ class RolloutServer:
         prompts = self.prompts.train
         if isinstance(self.collector, EpisodeCollector):
             self._own_rewards = RewardSet.from_config(config)  # episodes use self.rewards meanwhile
+            share_models(self.rewards, self._own_rewards)
             return EpisodeProduction(*parts, prompts=prompts, rewards=self._own_rewards, collector=self.collector)
         return Production(*parts, prompts=prompts, rewards=self.rewards, collector=self.collector)
 

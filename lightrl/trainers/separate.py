@@ -14,6 +14,7 @@ from lightrl.config import GRPOConfig, RolloutConfig, check_own_options
 from lightrl.config.rollout_sections import ScheduleConfig
 from lightrl.engines.link import SIGNAL, Link
 from lightrl.engines.peer_watch import PeerWatch
+from lightrl.rewards.apart import leave_to_others, needs_all_ranks
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.roles import Role, split
 from lightrl.rollout.bounded_collector import BoundedCollector, Tickets
@@ -64,6 +65,7 @@ class Learner(Trainer):
     made_by = "lightrl.trainers.separate:in_role"
     collector: RemoteCollector
     prompts: Any  # the trainer's PromptData
+    rewards: RewardSet
 
     def __init__(self, config: RolloutConfig, role: Role) -> None:
         self._link: Link | None = None
@@ -78,6 +80,7 @@ class Learner(Trainer):
 
     def resume(self) -> None:
         """Reads the checkpoint, which holds the used tickets if production never stops."""
+        leave_to_others(self.rewards)  # here, because the trainer prepares its rewards next
         self._tickets = Tickets(self.strategy.comm)
         if self.config.rollout.max_staleness:
             self.saved["tickets"] = self._tickets
@@ -171,8 +174,6 @@ class Learner(Trainer):
 
 def check_split(config: RolloutConfig) -> None:
     """Raises ValueError for an option that separate ranks do not support."""
-    if "reward_model" in [name.split("=")[0] for name in config.reward]:  # told before any other reward is constructed
-        raise _refused_reward("reward_model")
     _check_schedule(config)
     _check_filters(config)
     _check_engine(config)
@@ -186,13 +187,9 @@ def check_split(config: RolloutConfig) -> None:
 def rewards_of_samples(config: RolloutConfig) -> RewardSet:
     """Builds the rewards of a rank that generates; raises ValueError for one that all ranks compute together."""
     rewards = RewardSet.from_config(config)
-    if rewards.collective is not None:
-        raise _refused_reward(rewards.collective)
+    if (label := needs_all_ranks(rewards)) is not None:
+        raise _refused(f"--reward {label}, which all ranks compute together", "Choose another reward")
     return rewards
-
-
-def _refused_reward(label: str) -> ValueError:
-    return _refused(f"--reward {label}, which all ranks compute together", "Choose another reward")
 
 
 def _check_advantage(name: str) -> None:

@@ -11,7 +11,6 @@ from lightrl.trainers.separate import Learner, check_split, in_role, rewards_of_
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reward": ("reward_model",), "reward_model": "x"}, "--reward reward_model, which all ranks compute together"),
         (
             {"dynamic_sampling": DynamicSamplingConfig(enabled=True), "rollout": WorkflowConfig(max_staleness=1)},
             "--dynamic_sampling.enabled and --rollout.max_staleness 1. Give --rollout.filter unequal_rewards",

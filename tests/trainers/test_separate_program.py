@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
 from lightrl.data.sampler import PromptSampler
 from lightrl.rollout.recorded_schedule import read_schedule
@@ -117,6 +119,51 @@ def test_dynamic_sampling_draws_the_same_rounds_on_separate_ranks(toy_flags: lis
         same = one.keys() - {"tokens/computed_share"}  # which packs share a prompt depends on the ranks that train
         assert other.keys() - one.keys() <= {"balance/max_over_mean"}  # one rank has nothing to balance
         assert all(math.isclose(one[name], other[name], rel_tol=1e-4, abs_tol=1e-5) for name in same)
+
+
+@pytest.fixture(scope="module")
+def reward_model(tmp_path_factory: pytest.TempPathFactory, toy: Path) -> list[str]:
+    """The flags for a random reward model."""
+    folder = tmp_path_factory.mktemp("reward_model")
+    tokenizer = AutoTokenizer.from_pretrained(toy / "model")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, hidden_size=16, intermediate_size=24,
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_labels=1,
+    )  # fmt: skip
+    Qwen3ForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return ["--reward", "reward_model", "--reward_model", str(folder)]
+
+
+@pytest.mark.slow
+def test_each_rank_that_generates_scores_with_a_reward_model_of_its_own(
+    toy_flags: list[str], reward_model: list[str], tmp_path: Path
+) -> None:
+    together, apart = tmp_path / "together", tmp_path / "apart"
+    flags = [*toy_flags, *reward_model, "--strategy", "single", "--eval.every", "2", "--eval.max_prompts", "4"]
+    run_program([sys.executable, str(SCRIPT), *flags, "--output_dir", str(together)], timeout_s=280)
+    run_spmd(SCRIPT, *flags, "--rollout_ranks", "2", "--output_dir", str(apart), world_size=3, timeout_s=280)
+    assert len({row["reward/mean"] for row in rows(apart) if "reward/mean" in row}) == 3
+    for one, other in zip(rows(together), rows(apart), strict=True):
+        assert one.keys() == other.keys()
+        assert all(math.isclose(one[name], other[name], rel_tol=1e-4, abs_tol=1e-5) for name in one)
+
+
+@pytest.mark.slow
+def test_a_reward_model_scores_episodes_while_others_go_on(
+    toy_flags: list[str], reward_model: list[str], tmp_path: Path
+) -> None:
+    flags = [*toy_flags, *GAME, *reward_model, "--max_new_tokens", "4", "--eval.every", "2", "--max_steps", "4"]
+    split = ["--rollout_ranks", "1", "--rollout.max_staleness", "1", "--output_dir", str(tmp_path / "run")]
+    run_spmd(SCRIPT, *flags, *split, world_size=2, timeout_s=280)
+    run_program(
+        [sys.executable, str(REPLAY), str(tmp_path / "run"), "--output_dir", str(tmp_path / "again")], timeout_s=280
+    )
+    for one, other in zip(rows(tmp_path / "run"), rows(tmp_path / "again"), strict=True):
+        names = [name for name in one if name.startswith(("reward/", "eval/"))]
+        assert names
+        assert all(math.isclose(one[name], other[name], rel_tol=1e-4, abs_tol=1e-5) for name in names)
 
 
 @pytest.mark.slow
