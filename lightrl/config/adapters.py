@@ -64,7 +64,6 @@ def sends_adapters(config: Any) -> bool:
     reasons = (
         ("engine", config.engine not in ENGINES_WITH_ADAPTERS, "this engine takes whole weights alone"),
         ("exact", config.exact, "its engine has the trainer's bits with merged weights"),
-        ("rollout_ranks", config.rollout_ranks > 0, "the ranks that generate take whole weights alone"),
         ("routing.replay", config.routing.replay, "the engine that records experts takes whole weights alone"),
         ("native.lookup", config.native.lookup > 0, "the engine that guesses takes whole weights alone"),
         ("rollout.keep_cache", config.rollout.keep_cache, "the engine that keeps rows takes whole weights alone"),

@@ -16,6 +16,7 @@ from lightrl.engines.base import create_engine, create_recording_engine
 from lightrl.engines.colocated import ColocatedEngine
 from lightrl.engines.link import SIGNAL, Command, Link
 from lightrl.metrics import Statistics
+from lightrl.models.lora import add_adapters
 from lightrl.models.packed_attention import varies_with_length
 from lightrl.models.policy import load_policy
 from lightrl.rewards.apart import load_apart, share_models
@@ -28,7 +29,9 @@ from lightrl.rollout.majority import add_majority
 from lightrl.rollout.production import Production
 from lightrl.rollout.sample_messages import to_bytes
 from lightrl.rollout.saved_groups import group_state
-from lightrl.strategy import StrategyBase, create_strategy
+from lightrl.strategy import StrategyBase, create_strategy, strategy_class
+from lightrl.strategy.serving.adapter_source import serve_as_configured
+from lightrl.strategy.torch_native import TorchStrategy
 from lightrl.trainers.lifetime import SignalWatch
 from lightrl.trainers.policy_step import PromptData
 from lightrl.trainers.run import RunContext, fix_for_run, open_run
@@ -177,9 +180,13 @@ class RolloutServer:
             )
             if varies_with_length(policy.hf.config):
                 fix_for_run(self.run, policy)
+            if config.lora.is_on:
+                add_adapters(policy.hf, config.lora, seed=config.seed)
+                if issubclass(strategy_class(config.strategy), TorchStrategy):  # others send merged weights
+                    serve_as_configured(self.strategy, config, policy.hf)
             make = create_recording_engine if config.routing.replay else create_engine
             engine = make(
-                config.engine,
+                serving.factories.get(config.engine, config.engine),
                 source=self.strategy.unwrap_model(policy),
                 tokenizer=self.run.tokenizer,
                 options=self.strategy.options,

@@ -20,7 +20,7 @@ def test_auto_sends_adapters_in_bfloat16_where_the_engine_takes_them() -> None:
     assert sends_adapters(config("unmerged"))
     assert not sends_adapters(config("merged", dtype="bfloat16"))
     assert not sends_adapters(config(dtype="bfloat16", engine="my_package:MyEngine"))
-    assert not sends_adapters(config(dtype="bfloat16", rollout_ranks=1))
+    assert sends_adapters(config(dtype="bfloat16", rollout_ranks=1))
     assert not sends_adapters(config(dtype="bfloat16", engine="sglang"))  # by itself: it cannot take all layers
     assert sends_adapters(config("unmerged", engine="sglang"))
 
@@ -34,7 +34,6 @@ def test_a_trainer_without_an_engine_sends_nothing() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rollout_ranks": 1}, r"--rollout_ranks 1: .* Leave one of them out\.$"),
         ({"exact": True}, "--exact True"),
         ({"top_p": 0.9}, r"--top_p 0.9: .* Leave one of them out\.$"),
         ({"top_k": 5}, "--top_k 5: "),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForSequenceClassification
 
 from lightrl.data.sampler import PromptSampler
@@ -164,6 +165,18 @@ def test_a_reward_model_scores_episodes_while_others_go_on(
         names = [name for name in one if name.startswith(("reward/", "eval/"))]
         assert names
         assert all(math.isclose(one[name], other[name], rel_tol=1e-4, abs_tol=1e-5) for name in names)
+
+
+@pytest.mark.slow
+def test_adapters_arrive_unmerged_on_the_ranks_that_generate(toy_flags: list[str], tmp_path: Path) -> None:
+    together, apart = tmp_path / "together", tmp_path / "apart"
+    flags = [*toy_flags, "--lora.rank", "2", "--dtype", "bfloat16", "--strategy", "single", "--lr", "1e-2"]
+    run_program([sys.executable, str(SCRIPT), *flags, "--output_dir", str(together)], timeout_s=280)
+    run_spmd(SCRIPT, *flags, "--rollout_ranks", "1", "--output_dir", str(apart), world_size=2, timeout_s=280)
+    assert rows(apart) == rows(together)
+    sent = [json.loads(line).get("sync/gb") for line in (apart / "metrics.jsonl").read_text().splitlines()]
+    whole = sum(tensor.nbytes for tensor in load_file(apart / "final" / "model.safetensors").values()) / 1e9
+    assert all(size < 0.2 * whole for size in sent if size is not None)
 
 
 @pytest.mark.slow
