@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -292,12 +293,20 @@ def check_eval(config: Any) -> None:
                 f"--eval.majority needs a reward that reads the answer of a response, and {', '.join(names)} does not: "
                 f"use one of {', '.join(_ANSWERING)}, or your own with answer_of(sample)."
             )
-    if not config.eval.best:
-        return
+    if config.eval.best:
+        _check_best(config)
+
+
+def _check_best(config: Any) -> None:
+    """Raises ValueError if a run makes no evaluations that could choose a best model."""
     if getattr(getattr(config, "rollout", None), "from_", ""):
         raise ValueError("--eval.best needs evaluations, and --rollout.from makes none: leave it out.")
-    if not config.eval_data and "builtin:" not in config.train_data:
-        raise ValueError("--eval.best needs evaluations: give data for them by --eval_data.")
+    built_in = re.findall(r"builtin:[\w-]+", config.train_data)
+    if not config.eval_data and all(name.endswith("-heldout") for name in built_in):  # of which no part is held out
+        raise ValueError(
+            f"--eval.best needs evaluations, and --train_data {config.train_data} has no held-out part for them: give "
+            "data for them by --eval_data."
+        )
 
 
 @dataclass(kw_only=True)

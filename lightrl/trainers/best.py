@@ -95,8 +95,11 @@ class Best(Observer):
 
     def after_export(self, folder: Path) -> None:
         """Says at the end of the run which model is in best/."""
-        if folder == self._trainer.folder.final and self._record is not None:
-            self._trainer.strategy.print(f"best model: {self._folder}, {described(self._record)}")
+        if folder != self._trainer.folder.final:
+            return
+        none = f"none, since no evaluation has given a finite {self._metric}"
+        which = f"{self._folder}, {described(self._record)}" if self._record else none
+        self._trainer.strategy.print(f"best model: {which}")
 
 
 # ---- The folder ------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from lightrl.builtin.task import HELD_OUT
 from lightrl.config import EvalConfig, EvaluateConfig, ExampleEvalConfig, GRPOConfig, SFTConfig, WorkflowConfig
 
 
@@ -41,6 +42,10 @@ def test_the_best_model_is_that_of_a_metric(name: str, metric: str, is_lowest: b
         ({"eval": EvalConfig(best="eval/avg@4", n=8)}, "eval/avg@4 is not evaluated: give --eval.n 4"),
         ({"eval": EvalConfig(best="eval/reward"), "train_data": "mine.jsonl"}, "give data for them by --eval_data"),
         (
+            {"eval": EvalConfig(best="eval/reward"), "train_data": "mine.jsonl + builtin:addition-heldout*2"},
+            r"--train_data mine.jsonl \+ builtin:addition-heldout\*2 has no held-out part for them",
+        ),
+        (
             {"eval": EvalConfig(best="eval/reward"), "rollout": WorkflowConfig(from_="record")},
             "--rollout.from makes none: leave it out",
         ),
@@ -49,6 +54,15 @@ def test_the_best_model_is_that_of_a_metric(name: str, metric: str, is_lowest: b
 def test_a_best_model_that_no_evaluation_chooses_is_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         GRPOConfig(**options)
+
+
+def test_data_with_a_held_out_part_evaluate_the_best_model() -> None:
+    best = EvalConfig(best="eval/reward")
+    for data in HELD_OUT:
+        GRPOConfig(eval=best, train_data=f"mine.jsonl*2+{data}*0.5")
+        with pytest.raises(ValueError, match="has no held-out part for them"):
+            GRPOConfig(eval=best, train_data=HELD_OUT[data])
+    GRPOConfig(eval=best, train_data="builtin:addition-heldout", eval_data="mine.jsonl")
 
 
 def test_offline_runs_and_evaluations_check_it_too() -> None:
