@@ -126,8 +126,8 @@ class Sample:
     branches: tuple[Sample, ...] = ()  # other conversations of the episode, trained with this sample's advantage
     is_scored: bool = False  # the workflow asked for the run's rewards itself, so its reward is final
     components: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Weight and value of each reward, by label; NaN if it failed or does not apply. Kept only for an estimator that
-    needs them."""
+    """Weight and value of each reward, by label; NaN if it does not apply, or failed without a --reward_failure_value.
+    Kept only for an estimator that needs them."""
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
