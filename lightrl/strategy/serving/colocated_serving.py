@@ -68,6 +68,8 @@ class ServedTrainer(WeightSource, Protocol):
 class ColocatedServing:
     """Generates on the engine that this rank's group shares, and keeps the trainer's weights in the engine."""
 
+    _newest = 0  # version of the newest weights, whether they have arrived or not
+
     def __init__(self, trainer: ServedTrainer, options: StrategyOptions) -> None:
         self.group = EngineGroup()  # the ranks that drive one engine; set when the strategy has joined the world
         self.engine: ColocatedEngine | None = None
@@ -175,7 +177,7 @@ class ColocatedServing:
         engine, comm = self.require_engine(), self.group.comm
         dtype = torch.bfloat16 if self._options.dtype == "bfloat16" else torch.float32
         expected = self.fingerprints(model, dtype)
-        version = self._trainer.global_step or (self.last_sync.version + is_new if self.last_sync else 0)
+        version = self._trainer.global_step or (self._count(self.last_sync.version, is_new) if self.last_sync else 0)
         update = engine.update_weights if comm.world == 1 else self._update_alike
         with comm.phase("weight sync", late=WeightSyncError):  # raised only after all pairs were consumed
             report = update(self.source.full_parameters(model, dtype), version, expected=expected)
@@ -186,6 +188,11 @@ class ColocatedServing:
         self.num_syncs += 1
         self.last_sync = report
         return report
+
+    def _count(self, last: int, is_new: bool) -> int:
+        """Returns the version of the weights to send: new ones count, also those whose first sync failed."""
+        self._newest = last + 1 if is_new else max(self._newest, last)
+        return self._newest
 
     def _update_alike(self, weights: NamedTensors, version: int, *, expected: KnownWeights | None) -> SyncReport:
         """Updates the engine's weights, and proves that all ranks sent the same ones."""

@@ -166,6 +166,24 @@ def test_versions_count_the_syncs_where_nobody_sets_the_step() -> None:
     assert serving.sync_weights(trainer.model).version == 30
 
 
+def test_weights_that_are_sent_again_after_a_failed_sync_have_a_version_of_their_own() -> None:
+    trainer = Trainer()
+    trainer.global_step = 0
+    serving = ColocatedServing(trainer, StrategyOptions(canary_every=0))
+    started(trainer, serving)
+    trainer.set(6.0)
+    whole = trainer.full_parameters
+    for _ in range(2):  # a second failure counts no further: nothing was generated in between
+        trainer.full_parameters = lambda *_: iter([("weight", torch.zeros(1, 1))])  # type: ignore[method-assign]
+        with pytest.raises(WeightSyncError, match="weight differs from the trainer's"):
+            serving.sync_weights(trainer.model)
+    trainer.full_parameters = whole  # type: ignore[method-assign]
+    for _ in range(2):
+        (completion, *_) = serving.generate(PROMPTS, PARAMS)
+        assert (completion.output_token_ids, completion.versions) == ((6,), (1,))
+    assert serving.sync_weights(trainer.model).version == 2
+
+
 def test_two_rollouts_can_share_one_wake_up() -> None:
     trainer = Trainer()
     serving = ColocatedServing(trainer, StrategyOptions(canary_every=0))
