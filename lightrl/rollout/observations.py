@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -138,7 +139,10 @@ def as_content(tensor: Tensor) -> bytes:
 
 
 def parts_of(observation: Any) -> list[Message] | None:
-    """Returns the parts of an image, of a list of images, texts and parts, or of a message; None for anything else."""
+    """Returns the parts of an image, of a list of images, texts and parts, or of a message; None for anything else.
+
+    An image is one of PIL, or an array of numpy, [height, width, 3] uint8.
+    """
     content = observation
     if isinstance(observation, Mapping):  # a part by itself may be any record, unless it holds an image
         content = [observation] if _is_image(observation.get("image")) else observation.get("content")
@@ -151,17 +155,29 @@ def parts_of(observation: Any) -> list[Message] | None:
 
 def _part_of(item: Any) -> Message | None:
     if _is_image(item):
-        return {"type": "image", "image": item}
+        return {"type": "image", "image": _as_pil(item)}
     if isinstance(item, str):
         return {"type": "text", "text": item}
     if not isinstance(item, Mapping) or "role" in item:
         return None
+    if item.get("type") == "image" and _is_image(item.get("image")):
+        return {**item, "image": _as_pil(item["image"])}
     is_text = item.get("type") == "text" and isinstance(item.get("text"), str)
     return item if is_text or item.get("type") in _MEDIA else None
 
 
 def _is_image(item: Any) -> bool:
+    if isinstance(item, np.ndarray):
+        return item.dtype == np.uint8 and item.ndim == 3 and item.shape[2] == 3 and item.size > 0
     return hasattr(item, "getexif")  # of PIL, which is optional
+
+
+def _as_pil(image: Any) -> Any:
+    if not isinstance(image, np.ndarray):
+        return image
+    from PIL import Image  # noqa: PLC0415  (optional)
+
+    return Image.fromarray(image)
 
 
 def content_of(parts: list[Message]) -> list[Message] | str:

@@ -74,7 +74,7 @@ class Environment(Protocol):
     def step(self, action: str) -> Any:
         """Acts on what the policy said; returns (observation, reward, whether the episode is over).
 
-        An observation is a text or a PIL image, which becomes the message of a user, or a list of messages.
+        An observation is a text or an image, which becomes the message of a user, or a list of messages.
         """
         ...
 
@@ -149,7 +149,10 @@ class EnvironmentWorkflow(Workflow):
 
 def _begun(engine: EngineClient, data: Prompt, opening: Any) -> Episode:
     """Returns an episode that has heard the first observation: a text, or messages after those of the prompt."""
-    if (parts := parts_of(opening)) is not None and not isinstance(opening, Mapping):
+    parts = parts_of(opening)
+    if parts is None and _is_array(opening):
+        raise _no_observation(opening, "reset(data)")
+    if parts is not None and not isinstance(opening, Mapping):
         opening = content_of(parts)
         if not isinstance(opening, str):
             return Episode(engine.encode_prompt(_with_parts(data, parts), tools=tools_of(data.fields)))
@@ -213,10 +216,19 @@ def _require_messages(observation: Any, source: str) -> Sequence[Mapping[str, An
     """Returns the messages; raises ValueError for anything else, such as the (observation, info) of gymnasium."""
     if (messages := as_messages(observation)) is not None:
         return messages
-    raise ValueError(
-        f"The environment's {source} gave the observation {observation!r}. It must be a text, a PIL image, or a list "
-        "of messages."
+    raise _no_observation(observation, source)
+
+
+def _no_observation(given: Any, source: str) -> ValueError:
+    what = f"an array, {list(given.shape)} {given.dtype}" if _is_array(given) else repr(given)
+    return ValueError(
+        f"The environment's {source} gave the observation {what}. It must be a text, an image of PIL or as an array, "
+        "[height, width, 3] uint8, or a list of messages."
     )
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "dtype") and hasattr(value, "shape") and not isinstance(value, str)  # also a tensor
 
 
 async def _closed(environment: Any) -> None:

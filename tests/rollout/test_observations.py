@@ -287,6 +287,12 @@ def test_an_image_may_be_given_in_any_form(tmp_path: Path) -> None:
     assert as_messages(["now", picture, part]) == [as_user(text, part, part)]
     assert as_messages({"content": picture}) == as_messages([{"role": "user", "content": [part]}]) == [as_user(part)]
     assert as_messages([{"role": "user", "content": ["now", picture]}]) == [as_user(text, part)]
+    for shown in (pixels := np.asarray(picture), [pixels], {"type": "image", "image": pixels}, {"content": [pixels]}):
+        assert as_messages(shown) == [as_user(part)]
+    assert as_messages(["now", pixels[:, ::-1]]) == as_messages(["now", picture.transpose(Image.FLIP_LEFT_RIGHT)])
+    for wrong in (pixels[..., 0], pixels[..., :2], pixels.astype(np.float32), pixels[:0]):
+        assert as_messages(wrong) is None
+        assert as_messages([wrong]) is None
     assert as_messages(["a", "b"]) is None
     assert as_messages("a") == [{"role": "user", "content": "a"}]
     assert as_messages(("a", {})) is None
@@ -319,6 +325,24 @@ def test_what_cannot_be_shown_is_refused(tmp_path: Path) -> None:
 class Shows(Screens):
     def reset(self, data: Prompt) -> Any:
         return screen("a")
+
+
+class ShowsPixels(Screens):
+    def reset(self, data: Prompt) -> Any:
+        return np.asarray(screen("a"))
+
+
+def test_an_environment_may_begin_with_the_pixels_of_an_image() -> None:
+    def rendered(messages: Any, **_: Any) -> Any:
+        raise InterruptedError(messages)
+
+    message = {"role": "user", "content": "a"}
+    data = Prompt(index=0, text="user:a;", token_ids=(2,), messages=(message,))
+    engine: Any = SimpleNamespace(encode_prompt=rendered)
+    with pytest.raises(InterruptedError) as raised:
+        asyncio.run(EnvironmentWorkflow(environment=f"{__name__}:ShowsPixels").arun_episode(engine, data))
+    image = {"type": "image", "image": screen("a")}
+    assert raised.value.args[0] == [as_user({"type": "text", "text": "a"}, image)]
 
 
 @pytest.mark.parametrize(

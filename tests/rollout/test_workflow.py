@@ -7,6 +7,7 @@ import asyncio
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 from test_client import Recorder, client
 
@@ -233,7 +234,7 @@ class Gymnasium:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({}, r"reset\(data\) gave the observation \('', \{\}\)\. It must be a text, a PIL image, or a"),
+        ({}, r"reset\(data\) gave the observation \('', \{\}\)\. It must be a text, an image of PIL or"),
         ({"begins": "''"}, r"step\(action\) returned .*True, False.* It must return \(observation, reward, whether"),
         ({"begins": "''", "steps": "('+', None, False)"}, r"step\(action\) returned \('\+', None, False\)"),
         ({"begins": "''", "steps": "(5, 1.0, False)"}, r"step\(action\) gave the observation 5"),
@@ -241,6 +242,37 @@ class Gymnasium:
 )
 def test_what_an_environment_may_not_return_is_told(arguments: dict[str, str], told: str) -> None:
     workflow = EnvironmentWorkflow(environment=f"{HERE}Gymnasium", **arguments)
+    with pytest.raises(ValueError, match=told):
+        asyncio.run(workflow.arun_episode(client(Recorder()), PROMPT))
+
+
+class Arrays(Gymnasium):
+    """Returns arrays, as environments of gymnasium do that are played by numbers."""
+
+    def __init__(self, *, begins: str = "", steps: str = "[3]") -> None:
+        self.begins = np.zeros(ast.literal_eval(begins)) if begins else ""
+        self.steps = np.zeros(ast.literal_eval(steps), np.uint8), 1.0, False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            {"begins": "[4]"},
+            r"reset\(data\) gave the observation an array, \[4\] float64\. It must be a text, an image",
+        ),
+        (
+            {"begins": "[2, 2, 3]"},
+            r"an array, \[2, 2, 3\] float64\. It must be .* \[height, width, 3\] uint8, or a list",
+        ),
+        ({"begins": "[1]"}, r"reset\(data\) gave the observation an array, \[1\] float64"),
+        ({}, r"step\(action\) gave the observation an array, \[3\] uint8\. It must be"),
+        ({"steps": "[3, 2, 2]"}, r"step\(action\) gave the observation an array, \[3, 2, 2\] uint8\. It must be"),
+        ({"steps": "[2, 2, 3]"}, "An observation shows an image, and the model takes none"),
+    ],
+)
+def test_an_array_that_is_no_image_is_refused(arguments: dict[str, str], told: str) -> None:
+    workflow = EnvironmentWorkflow(environment=f"{HERE}Arrays", **arguments)
     with pytest.raises(ValueError, match=told):
         asyncio.run(workflow.arun_episode(client(Recorder()), PROMPT))
 
