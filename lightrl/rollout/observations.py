@@ -199,6 +199,20 @@ def checked_part(part: Message) -> Message:
     return {"type": "image", "image": content}
 
 
+def is_data(part: Message) -> bool:
+    """Returns whether a record that has the type of a part is a tool's own data, such as a file that it has found.
+
+    A part holds its image, or names its file under `image` or `image_url` and has no further field.
+    """
+    if part["type"] == "text" or part.keys() <= {"type", *_MEDIA}:
+        return False
+    held = next(held_by_parts([{"content": [part]}], "image"), None)
+    if isinstance(held, Mapping):
+        return not held.get("bytes")
+    is_url = isinstance(held, str) and held.startswith("data:image/")
+    return not (is_url or isinstance(held, bytes) or _is_image(held))
+
+
 def as_messages(observation: Any) -> Sequence[Message] | None:
     """Returns an observation as messages; None unless it is a text, an image, parts, or one or several messages."""
     if isinstance(observation, Mapping) and "content" in observation:

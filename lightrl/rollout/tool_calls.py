@@ -16,7 +16,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 
 from lightrl.imports import load_object
 from lightrl.rewards.async_scoring import without_exit
-from lightrl.rollout.observations import checked_part, parts_of
+from lightrl.rollout.observations import checked_part, is_data, parts_of
 from lightrl.rollout.tool_parsers import typed_arguments
 from lightrl.rollout.written_calls import ToolCall, bad_call
 
@@ -141,7 +141,8 @@ class ToolBox:
 
     def _answer_of(self, result: Any) -> ToolAnswer:
         """Returns a tool's result as the policy reads it: the text of a value, and texts and images of parts."""
-        if (given := parts_of(result)) is None:
+        given = parts_of(result)
+        if given is None or any(map(is_data, given)):
             return ToolAnswer(text=self._cut(str(result)))
         parts: list[Mapping[str, Any]] = []
         text = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 import sys
 import time
@@ -10,10 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tiny_vlm import checkered
 
 from lightrl.data.held_images import image_content
+from lightrl.data.media import read_image
 from lightrl.rollout.tool_calls import CallError, Tool, ToolBox, in_daemon_thread, load_tool
 from lightrl.rollout.written_calls import ToolCall
 
@@ -215,6 +218,45 @@ def test_a_call_may_be_cancelled_while_the_tool_runs() -> None:
         return str(await in_daemon_thread(lambda: "after", {}))
 
     assert asyncio.run(ask()) == "after"
+
+
+def test_records_of_files_are_data_and_parts_are_content(tmp_path: Path) -> None:
+    """A search returns the first kind, often with an address, and what is shown holds its image or names it `image`."""
+    picture, file = checkered(8, 6), str(tmp_path / "a.png")
+    picture.save(file)
+    content = image_content(picture)
+    url = "data:image/png;base64," + base64.b64encode(content).decode()
+    data: list[Any] = [
+        [{"type": "image", "url": "https://a.org/a.png"}],
+        [{"type": "text", "text": "cat"}, {"type": "image", "url": file}],
+        [{"type": "image", "path": file}, {"type": "video", "path": "b.mp4"}],
+        [{"type": "image", "image": file, "id": 3}],
+        [{"type": "image", "image": {"path": file}, "id": 3}],
+        [{"type": "video", "url": "https://a.org/a.mp4", "s": 9}],
+        {"content": [{"type": "image", "url": "a.png"}]},
+    ]
+    shown: list[Any] = [
+        [{"type": "image", "image": file}],
+        [{"type": "image_url", "image_url": {"url": url, "detail": "low"}}],
+        [{"type": "image", "url": url}],
+        [{"type": "image", "image": picture, "title": "cat"}],
+        [{"type": "image", "image": np.asarray(picture), "title": "cat"}],
+        [{"type": "image", "image": {"bytes": base64.b64encode(content).decode()}, "title": "cat"}],
+        [{"type": "image", "path": content}],
+    ]
+    results = [*data, *shown]
+    made = [Tool(name=str(i), schema={}, function=lambda given=given: given) for i, given in enumerate(results)]
+    tools = ToolBox(made, timeout_s=5.0, max_result_chars=500)
+
+    async def ask() -> list[Any]:
+        return await asyncio.gather(*[tools.answer(ToolCall(tool.name, {})) for tool in made])
+
+    answers = asyncio.run(ask())
+    for given, answer in zip(data, answers[: len(data)], strict=True):
+        assert (answer.text, answer.parts, answer.is_error) == (str(given), (), False)
+    for answer in answers[len(data) :]:
+        assert not answer.is_error
+        assert [read_image(part["image"]).tobytes() for part in answer.parts] == [picture.tobytes()]
 
 
 def test_images_of_a_tool_are_parts_of_its_answer(tmp_path: Path) -> None:
