@@ -34,9 +34,9 @@ def media_folder(where: str) -> Path:
     return path if path.is_dir() else path.parent if path.is_file() else Path()
 
 
-def image_size(path: str) -> tuple[int, int]:
+def image_size(file: str | bytes) -> tuple[int, int]:
     """Returns the height and the width of an image; reads only the file's header, except of TIFF files."""
-    with _opened(path, "image") as image:
+    with _opened(file, "image") as image:
         if image.format == "TIFF":
             image.load()  # versions of Pillow differ in whether they swap the size before they read the pixels
         width, height = image.size

@@ -67,7 +67,7 @@ class EngineClient:
         self._prompt = prompt
         self._position = position
         self._siblings = siblings or Siblings(1)
-        self._media = media
+        self.media = media  # the model's preprocessing of images; None if it takes none
 
     @property
     def version(self) -> int:
@@ -89,7 +89,7 @@ class EngineClient:
     @property
     def placeholder_ids(self) -> frozenset[int]:
         """Ids of the tokens that stand for an image or a video; none if the model takes neither."""
-        return frozenset(() if self._media is None else (self._media.image_token_id, self._media.video_token_id))
+        return frozenset(() if self.media is None else (self.media.image_token_id, self.media.video_token_id))
 
     def room(self, ids: Sequence[int], *behind: Sequence[int]) -> int:
         """Returns how many tokens a turn after these, and those behind them, may have; 0 or less if there is no room.
@@ -225,7 +225,7 @@ class EngineClient:
             prompt=self._prompt,
             position=self._position,
             siblings=self._siblings,
-            media=self._media,
+            media=self.media,
         )
         return await self._siblings.once(name, lambda: make(shared))
 
@@ -246,7 +246,7 @@ class EngineClient:
         answer. The end is left out if the turn already contains it. Without a chat template only the texts are encoded.
         Images in the messages come with the tokens: Episode.hear() and room() take them as they are.
         """
-        shown = shown_in(messages, self.tokenizer, self._media)
+        shown = shown_in(messages, self.tokenizer, self.media)
         if not shown.renderer.chat_template:
             return self.encode("".join(message["content"] for message in messages))
         behind = text_behind_answer(self.tokenizer, shown.messages, shown.renderer)
@@ -259,7 +259,7 @@ class EngineClient:
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]]
     ) -> Sequence[int]:
         """Returns the tokens of a conversation up to the policy's first turn, with tools described to it."""
-        shown = shown_in(messages, self.tokenizer, self._media)
+        shown = shown_in(messages, self.tokenizer, self.media)
         return shown.placed(self.encode(chat_text(shown.renderer, shown.messages, tools=tools)))
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightrl.data.held_images import image_content
-from lightrl.data.media import read_image
+from lightrl.data.media import image_size, read_image
 from lightrl.data.media_fields import held_by_parts
 from lightrl.data.prompts import require_message
 from lightrl.models.multimodal import FAMILIES, MediaProcessor
@@ -211,6 +211,16 @@ def is_data(part: Message) -> bool:
         return not held.get("bytes")
     is_url = isinstance(held, str) and held.startswith("data:image/")
     return not (is_url or isinstance(held, bytes) or _is_image(held))
+
+
+def refused_image(parts: Iterable[Message], media: MediaProcessor) -> str:
+    """Returns why the model cannot take an image of checked parts; empty if it takes all of them."""
+    for content in (part["image"] for part in parts if part["type"] == "image"):
+        try:
+            media.expanded([media.image_token_id], [image_size(content)], ())
+        except ValueError as error:
+            return f"the model cannot take the image: {error}"
+    return ""
 
 
 def as_messages(observation: Any) -> Sequence[Message] | None:

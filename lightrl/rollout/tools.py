@@ -10,9 +10,11 @@ from typing import Any
 from lightrl.data.json_records import LocatedRecord
 from lightrl.data.streamed import make_each
 from lightrl.imports import load_object
+from lightrl.models.multimodal import MediaProcessor
 from lightrl.records import Prompt
 from lightrl.rollout.client import EngineClient, chat_text, text_behind_answer
 from lightrl.rollout.episode import Episode
+from lightrl.rollout.observations import refused_image
 from lightrl.rollout.tool_calls import ToolAnswer, ToolBox, load_tool
 from lightrl.rollout.tool_parsers import parser_named
 from lightrl.rollout.workflow import Workflow
@@ -103,8 +105,10 @@ class ToolWorkflow(Workflow):
     async def _answers(self, calls: Sequence[ToolCall], episode: Episode, engine: EngineClient) -> list[dict[str, Any]]:
         """Runs the calls of a turn concurrently; returns the messages that answer them, in order."""
         answers = await asyncio.gather(*map(self._box.answer, calls))
-        if not engine.placeholder_ids:
+        if engine.media is None:
             answers = [self._without_images(answer) for answer in answers]
+        else:
+            answers = [_with_taken_images(answer, engine.media) for answer in answers]
         first = int(episode.numbers.get("tool_calls", 0))
         episode.count("tool_calls", len(answers))
         episode.count("tool_errors", sum(answer.is_error for answer in answers))
@@ -119,6 +123,12 @@ class ToolWorkflow(Workflow):
             self._has_left_out = True
             logger.warning("A tool shows images beside its text. The model takes none, so it reads the text alone.")
         return ToolAnswer(text="\n".join(part["text"] for part in answer.parts if part["type"] == "text"))
+
+
+def _with_taken_images(answer: ToolAnswer, media: MediaProcessor) -> ToolAnswer:
+    """Returns an error in place of an answer that shows an image which the model cannot take, such as a thin line."""
+    problem = refused_image(answer.parts, media)
+    return ToolAnswer(text=f"error: {problem}", is_error=True) if problem else answer
 
 
 def _unanswered(tokenizer: Any, answers: Sequence[Mapping[str, Any]], what: str) -> str:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from jinja2.exceptions import TemplateError
 from PIL import Image
 from test_client import ChatTokenizer, client
+from tiny_vlm import tiny_media
 
 from lightrl.engines.base import Completion, EnginePrompt, SamplingParams
 from lightrl.records import Prompt
 from lightrl.rollout.episode import Episode
 from lightrl.rollout.tools import ToolWorkflow
+from lightrl.rollout.written_calls import ToolCall
 
 HERE = f"{__name__}:"
 _MET: list[str] = []  # what the calls of meet() were given
@@ -182,6 +185,27 @@ def test_a_model_of_text_alone_reads_the_text_beside_an_image(caplog: pytest.Log
     ]
     with pytest.raises(ValueError, match="An observation shows an image, and the model takes none"):
         play(call("draw", '{"title": ""}'), "42", tools=HERE + "draw")
+
+
+def show(height: int) -> Any:
+    """
+    Shows a line.
+
+    Args:
+        height: of the image in pixels
+    """
+    return Image.new("RGB", (2, height))
+
+
+def test_an_image_that_the_model_cannot_take_is_an_error_that_the_policy_reads() -> None:
+    """The image processor of Qwen refuses an image that is narrower than 1:200."""
+    workflow, episode = ToolWorkflow(tools=HERE + "show"), Episode([9])
+    engine: Any = SimpleNamespace(media=tiny_media("qwen2_5_vl"))
+    calls = [ToolCall("show", {"height": height}) for height in (600, 60)]
+    thin, fine = asyncio.run(workflow._answers(calls, episode, engine))
+    assert thin["content"].startswith("error: the model cannot take the image: absolute aspect ratio must be smaller")
+    assert [part["type"] for part in fine["content"]] == ["image"]
+    assert episode.numbers == {"tool_calls": 2, "tool_errors": 1}
 
 
 def test_calls_of_one_turn_run_side_by_side_and_are_answered_in_order() -> None:
