@@ -46,6 +46,7 @@ def with_calls(test: str) -> tuple[str, ...]:
     return tuple(f"{statements}\n{call}" for node in definitions for call in found.calls(node)) or (statements,)
 
 
+@lru_cache(maxsize=1024)
 def left_out(test: str) -> str:
     """Returns why the first test that looks like one for pytest is not called; empty if there is none."""
     try:
@@ -53,10 +54,9 @@ def left_out(test: str) -> str:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ""
     found = _Definitions(module.body, _imported(module))
-    functions = [node for node in module.body if isinstance(node, _Function) and node.name.startswith("test")]
-    missing = [(node.name, sorted(found.missing(node, ()))) for node in functions]
+    missing = [lack for node in module.body for lack in found.lacks(node)]
     return next(
-        (f"{name}() takes {', '.join(args)}: neither cases nor a fixture" for name, args in missing if args), ""
+        (f"{name}() takes {', '.join(sorted(args))}: neither cases nor a fixture" for name, args in missing if args), ""
     )
 
 
@@ -88,6 +88,16 @@ class _Definitions:
             return []
         is_plain = not (self._set_ups or self._is_special(node) or self._automatic(self._fixtures))
         return [f"{node.name}()"] if is_plain else self._called(node.decorator_list, repr(node.name))
+
+    def lacks(self, node: ast.stmt) -> list[tuple[str, set[str]]]:
+        """Returns the tests that a statement defines for pytest, and their arguments that nothing gives a value."""
+        if isinstance(node, ast.ClassDef) and node.name.startswith("Test"):
+            own = [part for kind in self._lineage(node) for part in kind.body]
+            tests = [part for part in node.body if isinstance(part, _Function) and self._is_test(part)]
+            return [(part.name, self.missing(part, own, node.decorator_list) - _self_of(part)) for part in tests]
+        if isinstance(node, _Function) and self._is_test(node):
+            return [(node.name, self.missing(node, ()))]
+        return []
 
     def missing(self, node: _Function, own: Iterable[ast.stmt], decorators: Iterable[ast.expr] = ()) -> set[str]:
         """Returns the arguments of a test that nothing gives a value."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import logging
 import math
 import re
 import textwrap
@@ -19,6 +20,8 @@ from lightrl.cores import cores_of_rank
 from lightrl.records import Sample, inner_value
 from lightrl.rewards.called_tests import left_out, with_calls
 from lightrl.rewards.sandbox import SandboxLimits, SandboxResult, choose_confinement, run_inputs, run_tests
+
+logger = logging.getLogger(__name__)
 
 _FENCE = re.compile(r"(?<![`~])(?:```+|~~~+)")
 _INDENT = 3  # of a fence, at most; one further to the right is in a text
@@ -65,18 +68,33 @@ class CodeTests:
         self._unsafe = unsafe
         choose_confinement(unsafe)  # here, so that a system without any is reported before anything expensive
         self._all_or_nothing = all_or_nothing
+        self._has_warned = False
         # If there were more programs at a time than cores, they would make each other time out.
         self.max_concurrency = cores_of_rank()
         self._threads = ThreadPoolExecutor(max_workers=self.max_concurrency, thread_name_prefix="code")
 
     async def __call__(self, sample: Sample, /) -> float:
         tests = _tests_of(sample.prompt.fields, self._field)
+        if not self._has_warned:
+            self._warn_of_left_out(sample.prompt.fields)
         program = extract_code(sample.text)
         if not program.strip():
             return 0.0
         loop = asyncio.get_running_loop()
         num_passed = await loop.run_in_executor(self._threads, self._count_passed, program, tests)
         return float(num_passed == len(tests)) if self._all_or_nothing else num_passed / len(tests)
+
+    def _warn_of_left_out(self, fields: Mapping[str, Any]) -> None:
+        """Warns once of a test that is not called although others of its prompt are."""
+        given = _parsed(inner_value(fields, self._field))
+        texts = [item for item in (given if isinstance(given, list | tuple) else [given]) if isinstance(item, str)]
+        if reason := next(filter(None, map(left_out, texts)), ""):
+            self._has_warned = True
+            logger.warning(
+                "The reward code leaves out tests of %r: %s. A response is judged by the others (docs/rewards.md).",
+                self._field,
+                reason,
+            )
 
     def _count_passed(self, program: str, tests: Sequence[str | Mapping[str, str]]) -> int:
         """Counts the passed tests. All tests share timeout_s; tests that are not reached in time count as failed."""

@@ -56,6 +56,7 @@ def test_a_call_of_all_tests_is_taken_out_by_whatever_name(end: str) -> None:
     [
         "def test_a(x):\n    pass",
         "def test_a(tmp_path):\n    pass",
+        "class TestA:\n    def test_a(self, tmp_path):\n        pass",
         "@pytest.mark.parametrize('x', [1], indirect=True)\ndef test_a(x):\n    pass",
         "@pytest.fixture(params=[1])\ndef x(request):\n    pass\ndef test_a(x):\n    pass",
         "@pytest.fixture\ndef x(x):\n    pass\ndef test_a(x):\n    pass",

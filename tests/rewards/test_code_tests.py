@@ -386,3 +386,11 @@ def test_what_a_prompt_or_a_parameter_has_wrong_is_an_error() -> None:
         rewarded("a = 1", [3])
     with pytest.raises(ValueError, match="memory_mb 1, which must be at least 64"):
         load_reward("code", {"memory_mb": "1"})
+
+
+def test_a_test_that_is_left_out_beside_others_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    file = "def test_a():\n    assert double(2) == 4\n\ndef test_b(tmp_path):\n    assert double(str(tmp_path))"
+    reward = load_reward("code")
+    assert score(reward, [answered(DOUBLE, fields={"tests": [file]})] * 2) == [1.0, 1.0]
+    told = "leaves out tests of 'tests': test_b() takes tmp_path: neither cases nor a fixture. A response is judged by"
+    assert [told in record.message for record in caplog.records] == [True]

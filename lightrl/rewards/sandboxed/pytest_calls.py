@@ -7,9 +7,12 @@ import builtins
 import inspect
 import io
 import itertools
+import operator
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial, reduce
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -56,6 +59,7 @@ def call(scope: Mapping[str, Any], name: str, method: str = "", case: int | None
             import asyncio  # noqa: PLC0415  (slow to load, and rarely needed)
 
             asyncio.run(result)
+        fixtures.undo()
 
 
 def _set_up(function: Callable[..., Any] | None, argument: Any) -> None:
@@ -100,6 +104,12 @@ class _Fixtures:
         wanted = [item.name for item in named if item.default is item.empty or item.name in self._values]
         return {name: self._value(name) for name in wanted}
 
+    def undo(self) -> None:
+        """Takes back what the test has changed by monkeypatch, before the next case."""
+        patches = self._values.get("monkeypatch")
+        if isinstance(patches, _Patches):
+            patches.undo()
+
     def _value(self, name: str) -> Any:
         if name not in self._values:
             if name in self._functions:
@@ -116,6 +126,9 @@ def _is_own(item: Any) -> bool:
     return inspect.isfunction(item) or inspect.ismethod(item)
 
 
+_NOTHING = object()
+
+
 class _Output(NamedTuple):
     out: str
     err: str
@@ -125,6 +138,7 @@ class _Captured:
     """pytest's capsys: what the program and the test print."""
 
     def __init__(self) -> None:
+        self._before = sys.stdout, sys.stderr
         self._streams = sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
 
     def readouterr(self) -> _Output:
@@ -135,34 +149,104 @@ class _Captured:
             stream.truncate()
         return printed
 
+    @contextmanager
+    def disabled(self) -> Iterator[None]:
+        """Prints in the body are not captured."""
+        sys.stdout, sys.stderr = self._before
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = self._streams
+
 
 class _Patches:
-    """pytest's monkeypatch, without an end: the process of the test ends with it."""
+    """pytest's monkeypatch."""
 
-    def setattr(self, target: Any, name: Any, *value: Any, raising: bool = True) -> None:
+    def __init__(self) -> None:
+        self._changes: list[Callable[[], object]] = []  # what takes back each change
+
+    def setattr(self, target: Any, name: Any, value: Any = _NOTHING, raising: bool = True) -> None:
         """Sets an attribute of an object, or with two arguments that of the path `module.name`."""
-        if not value:
-            path, _, attribute = target.rpartition(".")
-            builtins.setattr(import_module(path), attribute, name)
-        else:
-            builtins.setattr(target, name, value[0])
+        if value is _NOTHING:
+            target, name, value = *_owner_of(target), name
+        self._keep_attribute(target, name, raising)
+        builtins.setattr(target, name, value)
 
-    def delattr(self, target: Any, name: str, raising: bool = True) -> None:
-        """Deletes an attribute."""
-        builtins.delattr(target, name)
+    def delattr(self, target: Any, name: Any = _NOTHING, raising: bool = True) -> None:
+        """Deletes an attribute of an object, or with one argument that of the path `module.name`."""
+        if name is _NOTHING:
+            target, name = _owner_of(target)
+        if raising or hasattr(target, name):
+            self._keep_attribute(target, name, True)
+            builtins.delattr(target, name)
+
+    def _keep_attribute(self, target: Any, name: str, raising: bool) -> None:
+        before = getattr(target, name, _NOTHING)
+        if before is _NOTHING and raising:
+            raise AttributeError(f"{target!r} has no attribute {name!r}")
+        kept = vars(target).get(name, _NOTHING) if inspect.isclass(target) else before
+        again = partial(builtins.delattr, target, name) if kept is _NOTHING else None
+        self._changes.append(again or partial(builtins.setattr, target, name, kept))
 
     def setitem(self, items: Any, name: Any, value: Any) -> None:
         """Sets an item."""
+        self._keep_item(items, name)
         items[name] = value
 
     def delitem(self, items: Any, name: Any, raising: bool = True) -> None:
         """Deletes an item."""
-        del items[name]
+        if raising or name in items:
+            self._keep_item(items, name)
+            del items[name]
 
-    def setenv(self, name: str, value: str, prepend: str | None = None) -> None:
-        """Sets a variable of the environment."""
-        os.environ[name] = str(value)
+    def _keep_item(self, items: Any, name: Any) -> None:
+        is_there = name in items if isinstance(items, Mapping) else True
+        again = partial(operator.setitem, items, name, items[name]) if is_there else partial(items.pop, name, None)
+        self._changes.append(again)
+
+    def setenv(self, name: str, value: Any, prepend: str | None = None) -> None:
+        """Sets a variable of the environment, or puts a text and a separator before its value."""
+        joined = f"{value}{prepend}{os.environ[name]}" if prepend and name in os.environ else str(value)
+        self.setitem(os.environ, name, joined)
 
     def delenv(self, name: str, raising: bool = True) -> None:
         """Deletes a variable of the environment."""
-        os.environ.pop(name, None)
+        self.delitem(os.environ, name, raising)
+
+    def chdir(self, path: Any) -> None:
+        """Changes the current folder."""
+        self._changes.append(partial(os.chdir, os.getcwd()))
+        os.chdir(path)
+
+    def syspath_prepend(self, path: Any) -> None:
+        """Has imports look into a folder first."""
+        self._changes.append(partial(operator.setitem, sys.path, slice(None), list(sys.path)))
+        sys.path.insert(0, str(path))
+
+    def undo(self) -> None:
+        """Takes back all changes."""
+        while self._changes:
+            self._changes.pop()()
+
+    @contextmanager
+    def context(self) -> Iterator[_Patches]:
+        """Yields another monkeypatch, whose changes are taken back after the body."""
+        patches = _Patches()
+        try:
+            yield patches
+        finally:
+            patches.undo()
+
+
+def _owner_of(path: str) -> tuple[Any, str]:
+    """Returns the module or class that a path names before its last dot, and the name behind it."""
+    owner, _, name = path.rpartition(".")
+    module, names = owner, list[str]()
+    while True:
+        try:
+            return reduce(getattr, names, import_module(module)), name
+        except ImportError:
+            if "." not in module:
+                raise
+            module, _, last = module.rpartition(".")
+            names.insert(0, last)

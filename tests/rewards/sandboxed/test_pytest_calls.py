@@ -110,3 +110,82 @@ def test_the_names_of_pytest_are_its_own_only_where_the_sandbox_lacks_them(monke
     assert pytest.fixture is pytest_names.fixture
     provide_pytest(few)
     assert sys.modules["pytest"] is pytest_names
+
+
+PATCHES = """
+import os, sys, types
+
+class Kind:
+    inherited = 1
+
+class Child(Kind):
+    own = 2
+
+thing = types.SimpleNamespace(a=1)
+items = {"a": 1}
+os.environ["LIGHTRL_A"] = "1"
+before = os.getcwd(), list(sys.path)
+sys.modules["of_tests"] = module = types.ModuleType("of_tests")
+module.Child = Child
+
+def change(patch):
+    patch.setattr(thing, "a", value=2)
+    patch.setattr(thing, "b", 3, raising=False)
+    patch.setattr("of_tests.Child.own", 4)
+    patch.setattr(Child, "inherited", 5)
+    patch.delattr("of_tests.Kind", raising=False)
+    patch.setitem(items, "a", 2)
+    patch.setitem(items, "b", 3)
+    patch.delitem(items, "c", raising=False)
+    patch.setenv("LIGHTRL_A", 0, prepend=":")
+    patch.setenv("LIGHTRL_B", 2)
+    patch.delenv("LIGHTRL_C", raising=False)
+    patch.chdir("/")
+    patch.syspath_prepend("/")
+
+def state():
+    return (
+        dict(vars(thing)), Child.own, Child.inherited, dict(items), os.environ["LIGHTRL_A"],
+        os.environ.get("LIGHTRL_B"), (os.getcwd(), list(sys.path)) == before,
+    )
+
+def test_undo(monkeypatch, capsys):
+    change(monkeypatch)
+    assert state() == ({"a": 2, "b": 3}, 4, 5, {"a": 2, "b": 3}, "0:1", "2", False)
+    with monkeypatch.context() as inner:
+        inner.delattr(thing, "a")
+        inner.delitem(items, "a")
+        inner.delenv("LIGHTRL_A")
+    assert state()[0] == state()[3] == {"a": 2, "b": 3}
+    for wrong in (monkeypatch.setattr, monkeypatch.delattr):
+        try:
+            wrong(thing, "none", *([1] if wrong == monkeypatch.setattr else []))
+        except AttributeError:
+            continue
+        raise SystemExit
+    monkeypatch.undo()
+    assert state() == unchanged
+    print("heard")
+    with capsys.disabled():
+        print("not heard")
+    assert capsys.readouterr().out == "heard\\n"
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_cases(monkeypatch, n):
+    assert state() == unchanged
+    change(monkeypatch)
+
+unchanged = ({"a": 1}, 2, 1, {"a": 1}, "1", None, True)
+"""
+
+
+def test_what_monkeypatch_changes_is_taken_back(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    for name in ("A", "B"):
+        monkeypatch.setenv(f"LIGHTRL_{name}", "")
+    monkeypatch.delenv("LIGHTRL_B")
+    names: dict[str, Any] = {"__name__": "tests", "pytest": pytest_names}
+    exec(PATCHES, names)
+    call(names, "test_cases")
+    assert names["state"]() == names["unchanged"]
+    call(names, "test_undo")
+    sys.modules.pop("of_tests")
