@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,7 +61,7 @@ class ToolWorkflow(Workflow):
         """
         messages = [{"role": "user", "content": "Hello"}]
         if chat_text(tokenizer, messages, tools=self._box.schemas) == chat_text(tokenizer, messages, tools=()):
-            logger.warning(
+            _warn(
                 "The chat template leaves the tools out, so that the policy is not told of %s. Use a model whose "
                 "template takes `tools`, or describe them in the prompts.",
                 ", ".join(schema["function"]["name"] for schema in self._box.schemas),
@@ -70,7 +71,7 @@ class ToolWorkflow(Workflow):
         if problem := _unanswered(tokenizer, answers[:1], "the answer to a tool call"):
             raise ValueError(problem)
         if problem := _unanswered(tokenizer, answers, "the answers if a turn calls several tools"):
-            logger.warning("%s", problem)
+            _warn("%s", problem)
 
     def with_tools(self, records: Sequence[LocatedRecord]) -> Sequence[LocatedRecord]:
         """Describes the tools in every prompt, in place of those of its record."""
@@ -123,6 +124,12 @@ class ToolWorkflow(Workflow):
             self._has_left_out = True
             logger.warning("A tool shows images beside its text. The model takes none, so it reads the text alone.")
         return ToolAnswer(text="\n".join(part["text"] for part in answer.parts if part["type"] == "text"))
+
+
+def _warn(text: str, *args: str) -> None:
+    """Warns on one rank of what all ranks find out at the start."""
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning(text, *args)
 
 
 def _with_taken_images(answer: ToolAnswer, media: MediaProcessor) -> ToolAnswer:
