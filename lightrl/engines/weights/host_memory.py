@@ -119,9 +119,10 @@ def _new_memory(size: int) -> int | None:
 def _mapped(path: str, size: int) -> Tensor | None:
     """Maps what is behind a path; None if this rank does not reach it, or it has another size."""
     try:
+        # On another host the path may be that of another process's file, which is left alone.
+        if os.stat(path).st_size != size:
+            return None
         with open(path, "r+b") as file:
-            if os.fstat(file.fileno()).st_size != size:
-                return None
             return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
     except OSError:
         return None
