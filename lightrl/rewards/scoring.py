@@ -221,6 +221,16 @@ class RewardError(RuntimeError):
 Outcome: TypeAlias = float | RewardError | None  # None: the reward does not apply to the sample
 
 
+def counted(outcome: Outcome, failure_value: float | None) -> float | None:
+    """Returns the number that an outcome counts as: NO_REWARD for a failure that counts as none, None for no outcome.
+
+    failure_value: The number that a failure counts as.
+    """
+    if not isinstance(outcome, RewardError):
+        return outcome
+    return NO_REWARD if failure_value is None else failure_value
+
+
 def has_reward(value: float) -> bool:
     """Returns whether the value is a reward and not NO_REWARD."""
     return not math.isnan(value)

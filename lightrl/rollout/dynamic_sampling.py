@@ -19,7 +19,7 @@ from lightrl.metrics import Statistics
 from lightrl.records import Prompt, Sample, ScoredGroup
 from lightrl.rewards import NO_REWARD
 from lightrl.rewards.reward_set import RewardSet, is_collective
-from lightrl.rewards.scoring import Outcome
+from lightrl.rewards.scoring import Outcome, counted
 from lightrl.rollout.saved_groups import group_from_state, group_state
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,8 @@ class DynamicSampling:
         self._statistics = statistics
         self._spares: list[ScoredGroup] = []  # of this rank
         self._has_warned = False
-        self._values: dict[Any, Outcome] = {}  # of the reward that must differ, by the sample's key and text
+        self._values: dict[Any, float | None] = {}  # of the reward that must differ, by the sample's key and text
+        self._failure_value: float | None = None
 
     def hear(self, rewards: RewardSet) -> None:
         """Listens to the reward that must differ; raises ValueError if the option names none of the run."""
@@ -59,12 +60,13 @@ class DynamicSampling:
                 f"There {'is ' if len(known) == 1 else 'are '}{', '.join(known) or 'none'}."
             )
         if name:
+            self._failure_value = rewards.policy.value
             rewards.hear(self._note)
 
     def _note(self, label: str, samples: Sequence[Sample], outcomes: Sequence[Outcome]) -> None:
         if label == self._config.reward:
             for sample, outcome in zip(samples, outcomes, strict=True):
-                self._values[sample.key, sample.text] = outcome
+                self._values[sample.key, sample.text] = counted(outcome, self._failure_value)
 
     def _judged(self, group: ScoredGroup) -> ScoredGroup:
         """Returns a group whose sums differ with the reward that must differ, too, where the run has computed it.
@@ -77,7 +79,7 @@ class DynamicSampling:
         values = [self._values.get((sample.key, sample.text), reward) for sample, reward in pairs]
         if all(value is None for value in values):
             return group
-        return replace(group, rewards=tuple(value if isinstance(value, float) else NO_REWARD for value in values))
+        return replace(group, rewards=tuple(NO_REWARD if value is None else value for value in values))
 
     def fill(self, step: int, draw: DrawGroups) -> list[ScoredGroup]:
         """Returns this rank's groups of the batch, which has num_prompts groups, or fewer after the last round.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from lightrl.records import Sample, ScoredGroup
+from lightrl.rewards import NO_REWARD
 from lightrl.rewards.reward_set import RewardSet
-from lightrl.rewards.scoring import Outcome
+from lightrl.rewards.scoring import Outcome, counted, has_reward
 from lightrl.rollout.collector import Prompts
 from lightrl.trainers.greedy_baseline import with_baselines
 
@@ -37,15 +37,15 @@ class ComponentKeeper:
 
     def __init__(self, rewards: RewardSet) -> None:
         self._weights = {item.label: item.weight for item in rewards.rewards}
-        value = rewards.policy.value
-        self._failed = math.nan if value is None else value  # value of a reward that has failed
+        self._failure_value = rewards.policy.value
         self._given: dict[int, dict[str, tuple[float, float]]] = {}  # by the id of the sample, while it is scored
         rewards.hear(self._note)
 
     def _note(self, label: str, samples: Sequence[Sample], outcomes: Sequence[Outcome]) -> None:
         for sample, outcome in zip(samples, outcomes, strict=True):
-            value = outcome if isinstance(outcome, float) else math.nan if outcome is None else self._failed
-            self._given.setdefault(id(sample), {})[label] = (self._weights[label], value)
+            value = counted(outcome, self._failure_value)
+            pair = (self._weights[label], NO_REWARD if value is None else value)
+            self._given.setdefault(id(sample), {})[label] = pair
 
     def forget(self) -> None:
         """Begins with other samples."""
@@ -54,15 +54,16 @@ class ComponentKeeper:
     def completed(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
         """Returns the groups with the values of each reward; raises ValueError where a workflow made one reward."""
         given, self._given = self._given, {}
-        if not math.isnan(self._failed):
-            given = {key: self._judged(values) for key, values in given.items()}
+        if (failure := self._failure_value) is not None:
+            given = {key: _judged(values, failure) for key, values in given.items()}
         return [_with_components(group, given) for group in groups]
 
-    def _judged(self, values: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
-        """Returns the values of a sample; if no reward applies to it, all have failed, as in RewardSet.combine()."""
-        if not all(math.isnan(value) for _, value in values.values()):
-            return values
-        return {label: (weight, self._failed) for label, (weight, _) in values.items()}
+
+def _judged(values: dict[str, tuple[float, float]], failure: float) -> dict[str, tuple[float, float]]:
+    """Returns the values of a sample; if no reward applies to it, all have failed, as in RewardSet.combine()."""
+    if any(has_reward(value) for _, value in values.values()):
+        return values
+    return {label: (weight, failure) for label, (weight, _) in values.items()}
 
 
 def _with_components(group: ScoredGroup, given: Mapping[int, Mapping[str, tuple[float, float]]]) -> ScoredGroup:

@@ -156,6 +156,21 @@ def test_a_group_that_the_named_reward_does_not_judge_is_kept_by_its_sums() -> N
     assert metrics()["dropped_easy"] == 2
 
 
+@pytest.mark.parametrize(("value", "kept"), [(None, [3]), (0.0, [3]), (-1.0, [3, 4])])
+def test_a_failure_of_the_named_reward_counts_as_its_number(value: float | None, kept: list[int]) -> None:
+    """In prompt 4, the first sample gets 0 and the second one fails."""
+    made, _ = sampling(num_prompts=5, oversample=1.0, max_rounds=1, reward="right")
+    rewards = RewardSet(two_rewards().rewards, policy=FailurePolicy(max_failures=9, value=value))
+    made.hear(rewards)
+
+    def draw(count: int, first: int) -> list[ScoredGroup]:
+        groups = [group("good", place, 0) for place in range(count)]
+        rewards.run("right", [sample for one in groups for sample in one.samples], FailureBudget(9))
+        return groups
+
+    assert prompts_of(made.fill(0, draw)) == kept
+
+
 @pytest.mark.parametrize("name", ["reward/right", "wright"])
 def test_a_wrong_name_of_the_reward_that_must_differ_is_refused(name: str) -> None:
     with pytest.raises(
