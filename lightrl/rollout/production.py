@@ -21,6 +21,7 @@ from lightrl.engines.colocated import ColocatedEngine
 from lightrl.engines.link import Command, Link
 from lightrl.metrics import Statistics
 from lightrl.records import Prompt, Sample, ScoredGroup
+from lightrl.rewards.components import ComponentKeeper
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rollout.collector import Collector, Scorer, engine_prompt, seed_of_prompt
 from lightrl.rollout.fresh_share import bounded_rules, num_steps_started
@@ -94,6 +95,8 @@ class _Order:
 
 class Production:
     """Makes and scores groups continuously, and carries out the trainer's commands in between."""
+
+    keeper: ComponentKeeper | None = None  # for an estimator that needs each reward by itself
 
     def __init__(
         self,
@@ -229,6 +232,8 @@ class Production:
         rewards = self._scorer.score(made.samples, statistics)
         step = made.group.ticket // self._config.num_prompts
         group = ScoredGroup(samples=tuple(made.samples), rewards=tuple(rewards), step=step)
+        if self.keeper is not None:
+            (group,) = self.keeper.completed([group])
         calls = [[segments(versions) for versions in calls] for calls in made.calls]
         message = {"groups": [group_state(group)], "statistics": statistics.take(), "calls": calls}
         return to_bytes({**message, "failure": made.failure})

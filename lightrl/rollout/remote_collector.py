@@ -19,6 +19,8 @@ from lightrl.rollout.saved_groups import group_from_state
 class RemoteCollector:
     """Replaces the collector of a trainer: rank 0 requests samples from the rollout ranks and deals them out."""
 
+    completes_groups = True  # with what each reward gave, if the estimator needs it
+
     def __init__(self, comm: Comm, link: Link | None, prompts: Sequence[Prompt], sampler: Draws) -> None:
         """Takes the link (None except on rank 0), and the training prompts, whose order the sampler decides."""
         self._comm = comm

@@ -12,6 +12,7 @@ from lightrl.config import RolloutConfig
 from lightrl.engines.base import SamplingParams
 from lightrl.metrics import Statistics
 from lightrl.records import Sample, ScoredGroup, Status
+from lightrl.rewards.components import ComponentKeeper
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rollout.client import EngineClient
 from lightrl.rollout.collector import Prompts, sampling_of, seed_of_prompt
@@ -56,6 +57,9 @@ class Pace:
 
 class ScheduledCollector(EpisodeCollector):
     """Returns at each step the batch that the schedule chooses. Every rank calls each method."""
+
+    completes_groups = True
+    keeper: ComponentKeeper | None = None  # for an estimator that needs each reward by itself
 
     def __init__(
         self,
@@ -192,9 +196,12 @@ class ScheduledCollector(EpisodeCollector):
         """Scores the groups that were finished since the last call."""
         fresh, self._unscored = dict(sorted(self._unscored.items())), {}
         rewards = iter(super().score([item for group in fresh.values() for item in group], self._statistics))
-        for group in fresh.values():
-            given = tuple(next(rewards) for _ in group)
-            self.schedule.buffer.put(ScoredGroup(samples=tuple(group), rewards=given, step=step))
+        groups = [
+            ScoredGroup(samples=tuple(group), rewards=tuple(next(rewards) for _ in group), step=step)
+            for group in fresh.values()
+        ]
+        for group in groups if self.keeper is None else self.keeper.completed(groups):
+            self.schedule.buffer.put(group)
 
     def _rejected(self, batch: Iterable[int]) -> list[int]:
         """Returns the tickets of the batch that the run's filter rejects, the same on every rank."""

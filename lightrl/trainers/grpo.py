@@ -14,6 +14,7 @@ from lightrl.data.packing import TokenMasks, TokenValues
 from lightrl.models.policy import load_teacher
 from lightrl.records import Experience, PackedBatch, Sample, ScoredGroup, TokenScores
 from lightrl.rewards import OwnRewards
+from lightrl.rewards.components import ComponentKeeper
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rollout.branches import with_branches
 from lightrl.rollout.collector import Prompts, grouped, is_truncated, ungrouped
@@ -38,7 +39,7 @@ from lightrl.trainers.policy_step import (
 )
 from lightrl.trainers.proximal import with_other_policy
 from lightrl.trainers.reference import prepare_reference
-from lightrl.trainers.reward_components import ComponentKeeper, make_needed
+from lightrl.trainers.reward_components import make_needed
 from lightrl.trainers.run import RunContext, fix_for_run, load_start_policy
 from lightrl.trainers.token_selection import TokenSelector
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-from lightrl.records import Sample, ScoredGroup
-from lightrl.rewards import NO_REWARD
+from lightrl.algorithms.registry import AdvantageTraits, find, traits_of
+from lightrl.config import GRPOConfig
+from lightrl.records import ScoredGroup
+from lightrl.rewards.components import ComponentKeeper
 from lightrl.rewards.reward_set import RewardSet
-from lightrl.rewards.scoring import Outcome, counted, has_reward
 from lightrl.rollout.collector import Prompts
 from lightrl.trainers.greedy_baseline import with_baselines
 
@@ -17,7 +16,8 @@ from lightrl.trainers.greedy_baseline import with_baselines
 def make_needed(trainer: Any, prompts: Prompts) -> list[ScoredGroup]:
     """Makes a trainer's groups with what its estimator needs."""
     keeper: ComponentKeeper | None = trainer.components
-    if keeper is None and "components" in trainer.objective.traits.needs:
+    is_complete = getattr(trainer.collector, "completes_groups", False)  # where their samples were scored
+    if keeper is None and "components" in trainer.objective.traits.needs and not is_complete:
         keeper = trainer.components = ComponentKeeper(trainer.rewards)
     if keeper is not None:
         keeper.forget()  # an evaluation, whose samples are gone
@@ -32,46 +32,9 @@ def make_needed(trainer: Any, prompts: Prompts) -> list[ScoredGroup]:
         return keeper.completed(groups)
 
 
-class ComponentKeeper:
-    """Listens to the rewards of a run, and writes what each gave onto the samples."""
-
-    def __init__(self, rewards: RewardSet) -> None:
-        self._weights = {item.label: item.weight for item in rewards.rewards}
-        self._failure_value = rewards.policy.value
-        self._given: dict[int, dict[str, tuple[float, float]]] = {}  # by the id of the sample, while it is scored
-        rewards.hear(self._note)
-
-    def _note(self, label: str, samples: Sequence[Sample], outcomes: Sequence[Outcome]) -> None:
-        for sample, outcome in zip(samples, outcomes, strict=True):
-            value = counted(outcome, self._failure_value)
-            pair = (self._weights[label], NO_REWARD if value is None else value)
-            self._given.setdefault(id(sample), {})[label] = pair
-
-    def forget(self) -> None:
-        """Begins with other samples."""
-        self._given = {}
-
-    def completed(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-        """Returns the groups with the values of each reward; raises ValueError where a workflow made one reward."""
-        given, self._given = self._given, {}
-        if (failure := self._failure_value) is not None:
-            given = {key: _judged(values, failure) for key, values in given.items()}
-        return [_with_components(group, given) for group in groups]
-
-
-def _judged(values: dict[str, tuple[float, float]], failure: float) -> dict[str, tuple[float, float]]:
-    """Returns the values of a sample; if no reward applies to it, all have failed, as in RewardSet.combine()."""
-    if any(has_reward(value) for _, value in values.values()):
-        return values
-    return {label: (weight, failure) for label, (weight, _) in values.items()}
-
-
-def _with_components(group: ScoredGroup, given: Mapping[int, Mapping[str, tuple[float, float]]]) -> ScoredGroup:
-    if any(sample.is_scored for sample in group.samples):
-        raise ValueError(
-            "The workflow asks for the run's rewards itself and gives its episode one reward, and the advantage "
-            "needs each reward by itself. Choose another --algorithm.advantage, or a workflow that leaves the "
-            "rewards to the run."
-        )
-    samples = (replace(sample, components=given.get(id(sample), {})) for sample in group.samples)
-    return replace(group, samples=tuple(samples))
+def keeper_of(config: Any, rewards: RewardSet) -> ComponentKeeper | None:
+    """Returns a listener to the rewards if the estimator needs each by itself."""
+    if not isinstance(config, GRPOConfig):
+        return None
+    needs = traits_of(find("advantage", config.algorithm.advantage), AdvantageTraits).needs
+    return ComponentKeeper(rewards) if "components" in needs else None

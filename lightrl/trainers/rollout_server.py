@@ -34,6 +34,7 @@ from lightrl.strategy.serving.adapter_source import serve_as_configured
 from lightrl.strategy.torch_native import TorchStrategy
 from lightrl.trainers.lifetime import SignalWatch
 from lightrl.trainers.policy_step import PromptData
+from lightrl.trainers.reward_components import keeper_of
 from lightrl.trainers.run import RunContext, fix_for_run, open_run
 from lightrl.trainers.run_folder import RunFolder
 
@@ -47,7 +48,6 @@ class RolloutServer:
         self.rewards = rewards
         self.step_index = 0  # those at the start of the run
         self._has_passed_on = False  # a signal, to the trainer
-        self._own_rewards: RewardSet | None = None  # of production
         self.strategy: StrategyBase = create_strategy(options)
         self.run: RunContext = open_run(options, kind="rollout", strategy=self.strategy)
         self.folder: RunFolder = self.run.folder
@@ -56,6 +56,8 @@ class RolloutServer:
         try:
             self.prompts = PromptData(self.run)
             load_apart(self.rewards, self.strategy)
+            self._rewards = self._rewards_of_training()
+            self._keeper = keeper_of(config, self._rewards)
             self._start_engine()
             self.collector = self._make_collector()
             if config.eval.majority:
@@ -119,8 +121,8 @@ class RolloutServer:
     def close(self) -> None:
         """Ends the rewards' processes and the engine, and leaves the process group."""
         self.rewards.close()
-        if self._own_rewards is not None:
-            self._own_rewards.close()
+        if self._rewards is not self.rewards:
+            self._rewards.close()
         self.strategy.close()
 
     # ---- Commands ----------------------------------------------------------------------------------------------
@@ -154,6 +156,8 @@ class RolloutServer:
         )
         rewards = self.collector.score(samples, statistics)
         groups = grouped(samples, rewards, config.group_size, command["step"])
+        if self._keeper is not None:
+            groups = self._keeper.completed(groups)
         self.link.answer(
             to_bytes({"groups": [group_state(group) for group in groups], "statistics": statistics.take()})
         )
@@ -195,6 +199,14 @@ class RolloutServer:
             )
         serving.engine = ColocatedEngine(engine, self.run.tokenizer)
 
+    def _rewards_of_training(self) -> RewardSet:
+        """Returns rewards of their own for episodes that never stop: these use self.rewards meanwhile."""
+        if self.run.workflow is None or not self.config.rollout.max_staleness:
+            return self.rewards
+        made = RewardSet.from_config(self.config)
+        share_models(self.rewards, made)
+        return made
+
     def _make_collector(self) -> Collector:
         if self.run.workflow is not None:
             return collector_of_episodes(self.run.workflow, self.strategy, self.rewards, self.config)
@@ -212,10 +224,13 @@ class RolloutServer:
         parts = (config, self.link, serving.require_engine(), serving.group)
         prompts = self.prompts.train
         if isinstance(self.collector, EpisodeCollector):
-            self._own_rewards = RewardSet.from_config(config)  # episodes use self.rewards meanwhile
-            share_models(self.rewards, self._own_rewards)
-            return EpisodeProduction(*parts, prompts=prompts, rewards=self._own_rewards, collector=self.collector)
-        return Production(*parts, prompts=prompts, rewards=self.rewards, collector=self.collector)
+            made: Production = EpisodeProduction(
+                *parts, prompts=prompts, rewards=self._rewards, collector=self.collector
+            )
+        else:
+            made = Production(*parts, prompts=prompts, rewards=self._rewards, collector=self.collector)
+        made.keeper = self._keeper
+        return made
 
 
 def _server_options(config: RolloutConfig, role: Role) -> RolloutConfig:

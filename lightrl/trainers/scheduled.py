@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lightrl.algorithms.losses import mismatch_statistics
-from lightrl.algorithms.registry import AdvantageTraits, find, traits_of
-from lightrl.config import GRPOConfig, RolloutConfig
+from lightrl.config import RolloutConfig
 from lightrl.imports import load_object
 from lightrl.metrics import Statistics
 from lightrl.records import Experience, PackedBatch, ScoredGroup, Status
@@ -20,6 +19,7 @@ from lightrl.rollout.scheduled_collector import Filter, Pace, ScheduledCollector
 from lightrl.rollout.scheduler import AsyncScheduler, Rules, Scheduler, SyncScheduler
 from lightrl.trainers.fit import Trainer
 from lightrl.trainers.policy_step import Batch, PolicyUpdates
+from lightrl.trainers.reward_components import keeper_of
 from lightrl.trainers.run import RunContext
 
 SCHEDULERS = {"wait": AsyncScheduler, "drop": DroppingScheduler}  # keys: values of --rollout.late
@@ -66,6 +66,7 @@ class ScheduledTrainer(Trainer):
             config,
             kind=COLLECTORS[config.rollout.late],
         )
+        self.collector.keeper = keeper_of(config, self.rewards)
         self.updates = YoungUpdates(self.run, self.statistics)
 
     def filter_of(self, config: RolloutConfig) -> Filter | None:
@@ -161,10 +162,3 @@ def check_schedule(config: RolloutConfig) -> None:
             "--dynamic_sampling.enabled does not go with a schedule: use --rollout.filter unequal_rewards, which "
             "replaces groups of equal rewards too."
         )
-    if isinstance(config, GRPOConfig):
-        name = config.algorithm.advantage
-        if "components" in traits_of(find("advantage", name), AdvantageTraits).needs:
-            raise ValueError(
-                f"--algorithm.advantage {name} needs each reward by itself, and a schedule keeps only their sum: leave "
-                "out --rollout.over_issue, --rollout.max_staleness and --rollout.filter, or choose another advantage."
-            )

@@ -194,9 +194,8 @@ def rewards_of_samples(config: RolloutConfig) -> RewardSet:
 
 def _check_advantage(name: str) -> None:
     needs = traits_of(find("advantage", name), AdvantageTraits).needs
-    for need, what in (("greedy_baseline", "greedy responses"), ("components", "each reward by itself")):
-        if need in needs:
-            raise _refused(f"--algorithm.advantage {name}, which needs {what}", "Choose another advantage")
+    if "greedy_baseline" in needs:
+        raise _refused(f"--algorithm.advantage {name}, which needs greedy responses", "Choose another advantage")
 
 
 def _check_schedule(config: RolloutConfig) -> None:

@@ -1,23 +1,21 @@
 """Groups whose samples know what each reward gave."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightrl.algorithms.advantages import ScoredSamples, gdpo
 from lightrl.algorithms.registry import advantage
-from lightrl.config import AlgorithmConfig, GRPOConfig, RolloutConfig
-from lightrl.records import Prompt, Sample, ScoredGroup
-from lightrl.rewards.applicability import fail_unjudged
-from lightrl.rewards.reward_set import FailurePolicy, RewardSet, WeightedReward
-from lightrl.rewards.scoring import FailureBudget
+from lightrl.config import AlgorithmConfig, GRPOConfig, WorkflowConfig
+from lightrl.records import Sample, ScoredGroup
 from lightrl.trainers.grpo import GRPOTrainer
 from lightrl.trainers.objective import components_of
-from lightrl.trainers.reward_components import ComponentKeeper
-from lightrl.trainers.scheduled import check_schedule
+from lightrl.trainers.scheduled import scheduled
 
 
 def first_digit(sample: Sample) -> float:
@@ -29,6 +27,10 @@ def of_even_ones(sample: Sample) -> float | None:
     if sample.key == (1, 2):
         raise ValueError("no")
     return float(len(sample.response_ids)) if sample.sample_index % 2 == 0 else None
+
+
+def half_length(sample: Sample) -> float:
+    return len(sample.response_ids) / 2
 
 
 @advantage(whiten=True, needs=("components", "greedy_baseline"), min_group=2)
@@ -66,49 +68,6 @@ def test_every_sample_knows_what_each_reward_gave(trainer: GRPOTrainer) -> None:
     trainer.report()
 
 
-def test_a_failed_reward_counts_as_the_value_that_is_set() -> None:
-    prompt = Prompt(index=0, text="", token_ids=(1,), answer="")
-    samples = [
-        Sample(
-            prompt=prompt,
-            position=0,
-            sample_index=index,
-            response_ids=(1,),
-            sampler_logprobs=(0.0,),
-            versions=(0,),
-            finish_reason="stop",
-            text="",
-        )
-        for index in range(4)
-    ]
-
-    def fails_for_one(sample: Sample) -> float | None:
-        if sample.sample_index == 1:
-            raise ValueError("no")
-        return 3.0 if sample.sample_index < 3 else None
-
-    def of_the_first(sample: Sample) -> float | None:
-        return 1.0 if sample.sample_index == 0 else None
-
-    rewards = RewardSet(
-        [
-            WeightedReward(label="one", weight=2.0, reward=fails_for_one),
-            WeightedReward(label="two", weight=1.0, reward=of_the_first),
-        ],
-        policy=FailurePolicy(max_failures=9, value=-1.0),
-    )
-    keeper = ComponentKeeper(rewards)
-    outcomes = {label: rewards.run(label, samples, FailureBudget(max_failures=9)) for label in ("one", "two")}
-    fail_unjudged(samples, outcomes)
-    scores = rewards.combine(outcomes).rewards
-    group = ScoredGroup(samples=tuple(samples), rewards=tuple(scores), step=0)
-    (done,) = keeper.completed([group])
-    # The second reward judges the first sample alone; no reward judges the last sample, so both have failed there.
-    assert scores == [7.0, -2.0, 6.0, -3.0]
-    assert [sample.components["one"] for sample in done.samples] == [(2.0, 3.0), (2.0, -1.0), (2.0, 3.0), (2.0, -1.0)]
-    assert str([sample.components["two"][1] for sample in done.samples]) == "[1.0, nan, nan, -1.0]"
-
-
 def test_samples_without_single_rewards_are_refused(trainer: GRPOTrainer) -> None:
     groups = trainer.make_groups(list(enumerate(trainer.prompts.train[:1])))
     bare = [dataclasses.replace(sample, components={}) for sample in groups[0].samples]
@@ -120,11 +79,24 @@ def test_samples_without_single_rewards_are_refused(trainer: GRPOTrainer) -> Non
         trainer.components.completed([dataclasses.replace(groups[0], samples=tuple(scored))])
 
 
-def test_a_schedule_is_refused() -> None:
-    config = GRPOConfig(algorithm=AlgorithmConfig(advantage="gdpo"))
-    with pytest.raises(
-        ValueError, match="--algorithm.advantage gdpo needs each reward by itself, and a schedule keeps"
-    ):
-        check_schedule(config)
-    check_schedule(GRPOConfig())
-    check_schedule(RolloutConfig())
+def keep_all(group: ScoredGroup) -> bool:
+    return True
+
+
+@pytest.mark.parametrize("name", ["gdpo", f"{__name__}:over_greedy"])
+def test_a_schedule_keeps_what_each_reward_gave(name: str, toy_options: dict[str, Any], tmp_path: Path) -> None:
+    losses = {}
+    for kind, filtered in (("plain", ""), ("scheduled", f"{__name__}:keep_all")):
+        config = GRPOConfig(
+            **{**toy_options, "num_prompts": 3, "max_steps": 3, "output_dir": str(tmp_path / kind)},
+            algorithm=AlgorithmConfig(advantage=name),
+            rollout=WorkflowConfig(filter=filtered),
+        )
+        make = scheduled(GRPOTrainer) if filtered else GRPOTrainer
+        trainer = make(config, reward=[first_digit, half_length])
+        trainer.fit()
+        rows = map(json.loads, (tmp_path / kind / "metrics.jsonl").read_text().splitlines())
+        losses[kind] = [row["grad_norm"] for row in rows if "grad_norm" in row]
+        trainer.close()
+    assert len(losses["plain"]) == 3
+    assert losses["scheduled"] == losses["plain"]

@@ -95,13 +95,6 @@ def test_greedy_baselines_are_refused(name):
         check_split(config)
 
 
-def test_single_rewards_are_refused():
-    config = GRPOConfig(rollout_ranks=1)
-    config.algorithm.advantage = "gdpo"
-    with pytest.raises(ValueError, match="--algorithm.advantage gdpo, which needs each reward by itself"):
-        check_split(config)
-
-
 def test_ppo_can_be_split():
     check_split(PPOConfig(rollout_ranks=2))
 

@@ -168,6 +168,23 @@ def test_a_reward_model_scores_episodes_while_others_go_on(
 
 
 @pytest.mark.slow
+def test_an_estimator_gets_each_reward_from_the_ranks_that_generate(toy_flags: list[str], tmp_path: Path) -> None:
+    together, apart = tmp_path / "together", tmp_path / "apart"
+    place = toy_flags.index("--reward") + 1
+    flags = [*toy_flags[:place], toy_flags[place], "length", *toy_flags[place + 1 :]]
+    flags += ["--reward_args", "length.target=8", "--algorithm.advantage", "gdpo", "--strategy", "single"]
+    run_program([sys.executable, str(SCRIPT), *flags, "--output_dir", str(together)], timeout_s=280)
+    run_spmd(SCRIPT, *flags, "--rollout_ranks", "1", "--output_dir", str(apart), world_size=2, timeout_s=280)
+    assert rows(apart) == rows(together)
+    ahead, again = tmp_path / "ahead", tmp_path / "again"
+    split = ["--rollout_ranks", "1", "--rollout.max_staleness", "1", "--output_dir", str(ahead)]
+    run_spmd(SCRIPT, *flags, *split, world_size=2, timeout_s=280)
+    run_program([sys.executable, str(REPLAY), str(ahead), "--output_dir", str(again)], timeout_s=280)
+    for one, other in zip(rows(ahead), rows(again), strict=True):
+        assert math.isclose(one["grad_norm"], other["grad_norm"], rel_tol=1e-3)
+
+
+@pytest.mark.slow
 def test_adapters_arrive_unmerged_on_the_ranks_that_generate(toy_flags: list[str], tmp_path: Path) -> None:
     together, apart = tmp_path / "together", tmp_path / "apart"
     flags = [*toy_flags, "--lora.rank", "2", "--dtype", "bfloat16", "--strategy", "single", "--lr", "1e-2"]
