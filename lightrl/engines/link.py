@@ -28,6 +28,8 @@ SIGNAL = "signal"  # key of a signal that a rollout rank has received
 
 _POLL_S = (0.0005, 0.01)  # between two reads of the store: at first, and after a while
 _LOOK_S = 0.5  # between two checks for errors of the other role
+_MOST_BYTES = 4 << 20  # of a value: torch's store closes the connection above 8 MiB
+_IN_PARTS = b"\0in parts: "  # begins a value that stands for several; no message of lightrl begins so
 _ALIGNMENT = 16  # bytes: a view into a bucket must begin at a multiple of its element size
 
 
@@ -113,6 +115,11 @@ class Link:
 
     def put(self, key: str, content: bytes) -> None:
         """Writes a value that any rank of the link can read or take."""
+        if len(content) > _MOST_BYTES:
+            starts = range(0, len(content), _MOST_BYTES)
+            for number, start in enumerate(starts):
+                self._store.set(f"{key}/part/{number}", content[start : start + _MOST_BYTES])
+            content = _IN_PARTS + str(len(starts)).encode()  # written last: who sees it finds all parts
         self._store.set(key, content)
 
     def has(self, key: str) -> bool:
@@ -122,12 +129,13 @@ class Link:
     def peek(self, key: str) -> bytes:
         """Returns a value without removing it."""
         content: bytes = self._store.get(key)
-        return content
+        return b"".join(map(self._store.get, _parts(key, content))) or content
 
     def take(self, key: str) -> bytes:
         """Returns a value and removes it."""
         content = self.peek(key)
-        self._store.delete_key(key)
+        for name in (*_parts(key, self._store.get(key)), key):
+            self._store.delete_key(name)
         return content
 
     def count(self, key: str, add: int = 0) -> int:
@@ -225,6 +233,13 @@ class Link:
                 raise RankError(failure) from error
             raise RankError(f"The weight sync between trainer and rollout ranks broke off: {error}") from error
         self.num_bytes += tensor.nbytes
+
+
+def _parts(key: str, content: bytes) -> list[str]:
+    """Returns the keys of the parts of a value, if it was stored in parts."""
+    if not content.startswith(_IN_PARTS):
+        return []
+    return [f"{key}/part/{number}" for number in range(int(content.removeprefix(_IN_PARTS)))]
 
 
 def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:

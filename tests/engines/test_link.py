@@ -5,14 +5,14 @@ from datetime import timedelta
 
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 from torch.testing import assert_close
 
 from lightrl import process_group
 from lightrl.comm import RankError
 from lightrl.engines.base import SamplingParams
 from lightrl.engines.colocated import ColocatedEngine
-from lightrl.engines.link import Link, LinkEngine
+from lightrl.engines.link import _MOST_BYTES, Link, LinkEngine
 from lightrl.engines.weights.fingerprint import fingerprint
 from lightrl.roles import Role
 
@@ -138,3 +138,22 @@ def test_a_trainer_that_is_not_first_only_gathers():
     engine.close()
     with pytest.raises(RuntimeError, match="a trainer has no engine of its own"):
         engine.submit([1], SamplingParams())
+
+
+def test_a_value_of_any_size_travels(monkeypatch):
+    """torch's TCPStore ends the connection above 8 MiB, unlike the HashStore of the other tests."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ends = []
+    for name in ("trainer", "rollout"):
+        client = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=20))
+        monkeypatch.setattr(process_group, "_meeting", client)
+        ends.append(Link(Role(name=name, rank=0, num_trainers=1, num_rollout=1), CPU, timedelta(seconds=20)))
+    trainer, rollout = ends
+    num_keys = server.num_keys()
+    for size in (0, 1, _MOST_BYTES, _MOST_BYTES + 1, 5 * _MOST_BYTES + 3):
+        content = torch.arange(size).to(torch.uint8).numpy().tobytes()
+        rollout.put("group/7", content)
+        trainer.wait(lambda: trainer.has("group/7"), "the value")
+        assert trainer.peek("group/7") == content
+        assert trainer.take("group/7") == content
+        assert server.num_keys() == num_keys  # nothing is left
