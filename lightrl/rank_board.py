@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Protocol
 
+_LONGEST_END = 100_000  # characters; torch's store breaks the connection at 8 MiB
 _POSTED = "_lightrl_posted"  # marks an error that the other ranks were told of
 
 
@@ -132,8 +133,12 @@ class RankBoard:
 
 
 def describe(error: BaseException) -> str:
-    """Returns the error with its traceback."""
-    return "".join(traceback.format_exception(error))
+    """Returns the error with its traceback; the middle of a very long text is left out."""
+    text = "".join(traceback.format_exception(error))
+    left_out = len(text) - 2 * _LONGEST_END
+    if left_out <= 0:
+        return text
+    return f"{text[:_LONGEST_END]}\n... ({left_out:,} characters left out) ...\n{text[-_LONGEST_END:]}"
 
 
 def _is_leaving() -> bool:

@@ -140,3 +140,13 @@ def test_an_error_that_is_no_utf_8_is_posted() -> None:
     store = HashStore()
     RankBoard(store, 1, 2).post_error(FileNotFoundError("a\udcff.jsonl"))
     assert RankBoard(store, 0, 2).errors_now()[1].endswith("FileNotFoundError: a\\udcff.jsonl\n")
+
+
+def test_the_middle_of_a_very_long_error_is_left_out() -> None:
+    store = DictStore()
+    RankBoard(store, 0, 2).post_error(ValueError(f"begins {'x' * 10_000_000} ends"))
+    text = RankBoard(store, 1, 2).errors_now()[0]
+    assert "ValueError: begins xxx" in text
+    assert text.rstrip().endswith("xxx ends")
+    assert "\n... (9,800," in text
+    assert len(text) < 210_000
