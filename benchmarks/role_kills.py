@@ -1,7 +1,7 @@
 """Kills ranks of runs at random moments, resumes the runs, and compares them with an undisturbed one.
 
     python benchmarks/role_kills.py --kills 30
-    python benchmarks/role_kills.py --worlds 2+1 --launcher torchrun --kills 6
+    python benchmarks/role_kills.py --worlds 2+1 --launcher torchrun --kills 6 [options of train_grpo.py]
 
 A world T+K has T ranks that train and K that generate. Each run is killed up to --per_run times; each further start
 resumes it, and the last one goes on to the end. With bound 0 (--rollout.max_staleness), the numbers of all steps and
@@ -49,6 +49,7 @@ class Kind:
     rollout: int
     bound: int
     steps: int
+    further: tuple[str, ...] = ()  # options of train_grpo.py
 
     @property
     def name(self) -> str:
@@ -62,7 +63,7 @@ class Kind:
         strategy = "fsdp" if self.trainers > 1 else "single"
         options = [*OPTIONS, "--strategy", strategy, "--max_steps", str(self.steps), "--checkpoint.every", "2"]
         options += ["--rollout_ranks", str(self.rollout), "--rollout.max_staleness", str(self.bound)]
-        return [*options, "--output_dir", str(folder)]
+        return [*options, *self.further, "--output_dir", str(folder)]
 
     def role_of(self, rank: int) -> str:
         is_trainer = rank < self.trainers
@@ -84,7 +85,8 @@ class Kill:
     @property
     def named_by(self) -> str:
         """Who says which rank is gone. torchrun knows exit codes, while ranks that still connect know nobody."""
-        if f"{self.kind.role_of(self.victim)} is gone" in self.ending.said:
+        name = self.kind.role_of(self.victim)
+        if any(f"{name} {what}" in self.ending.said for what in ("is gone", "did not come")):
             return "the ranks"
         report = re.search(rf"rank +: {self.victim} \(local_rank.*\n +exitcode +: -9", self.ending.said)
         return "torchrun" if self.has_launcher and report else "NOBODY"
@@ -196,7 +198,8 @@ def _moment(after_s: float, folder: Path | None) -> Callable[[float], bool]:
 
 def kinds_of(args: Any) -> list[Kind]:
     counts = [tuple(map(int, world.split("+"))) for world in args.worlds]
-    return [Kind(trainers, rollout, bound, args.steps) for bound in args.bounds for trainers, rollout in counts]
+    further = tuple(args.further)
+    return [Kind(*count, bound, args.steps, further) for bound in args.bounds for count in counts]
 
 
 def _import_once(folder: Path) -> None:
@@ -231,7 +234,7 @@ def main() -> None:
         help="program that starts and ends the ranks (default: %(default)s)",
     )
     parser.add_argument("--verbose", action="store_true", help="show what the killed runs print")
-    args = parser.parse_args()
+    args, args.further = parser.parse_known_args()
     draw, done = random.Random(args.seed), []
     print("| run | killed | after s | steps | end s | named by | resumed run equals |\n|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name:

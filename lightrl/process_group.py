@@ -77,7 +77,12 @@ def take_role(role: str) -> None:
 def rank_name() -> str:
     """Returns the name of this rank in messages; empty for a process that torchrun did not start."""
     rank = os.environ.get("RANK", "")
-    return rank and f"{_role} rank {rank}".strip()
+    return rank and name_of(rank)
+
+
+def name_of(rank: int | str) -> str:
+    """Returns the name of a rank of this world, with its role if the run splits its ranks into several."""
+    return f"{_role} rank {rank}".strip()
 
 
 def store_of(role: str) -> Store:

@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from lightrl.process_group import name_of
 from lightrl.rank_board import RankBoard, Store
 
 _ASKED, _TOLD = "lightrl/stall/asked", "lightrl/stall/told"
@@ -139,10 +140,10 @@ class StallWatch:
             where = f"process {process.get('pid', '?')} on {process.get('host', '?')}"
             phase = self._board.phase_of(rank) or "before its first phase"
             if "waits" in answer:
-                yield f"rank {rank} waited too, {phase}."
+                yield f"{name_of(rank)} waited too, {phase}."
             else:
                 state = answer.get("state", "gives no answer, and no rank on its host can look at it")
-                yield f"rank {rank} did not come: {phase}; {where} {state}.\n{answer.get('stack', '')}".rstrip()
+                yield f"{name_of(rank)} did not come: {phase}; {where} {state}.\n{answer.get('stack', '')}".rstrip()
 
     # ---- The thread --------------------------------------------------------------------------------------------
 

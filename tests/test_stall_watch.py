@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrl import stall_watch
+from lightrl import process_group, stall_watch
 from lightrl.rank_board import RankBoard
 from lightrl.stall_watch import StallWatch
 from lightrl.testing import run_spmd
@@ -94,9 +94,11 @@ class SharedStore:
         return all(key in self.values for key in keys)
 
 
+@pytest.mark.parametrize("role", ["", "trainer"])
 def test_ranks_that_wait_for_their_gpus_report_before_torch_ends_them(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    role: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(process_group, "_role", role)
     ended: list[int] = []
     monkeypatch.setattr(stall_watch, "_end", ended.append)
     monkeypatch.setattr(stall_watch, "_POLL_S", 0.02)
@@ -117,8 +119,8 @@ def test_ranks_that_wait_for_their_gpus_report_before_torch_ends_them(
     assert ended == [1, 1, 1]
     assert "rank 0 waited for its GPU in phase 'learn': NCCL gave up a collective (TIMEOUT)" in report
     assert report.count("did not come") == 1
-    assert "rank 2 did not come: in phase 'reward' since " in report
-    assert "rank 1 waited too, in phase 'learn' since " in report
+    assert f"\n{role} rank 2 did not come: in phase 'reward' since ".replace("\n ", "\n") in report
+    assert f"{role} rank 1 waited too, in phase 'learn' since ".lstrip() in report
     for watch in watches:
         watch.stop()
 
