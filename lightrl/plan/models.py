@@ -25,6 +25,9 @@ from lightrl.strategy.fsdp import transformer_blocks
 Build = Callable[[Any], nn.Module]  # makes a module from a transformers config
 
 
+SCORER = "reward model"  # role of the model of the reward reward_model, which scores whole sequences
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weight:
     """The facts about a parameter."""
@@ -45,7 +48,7 @@ class Weight:
 class Model:
     """One model of a run."""
 
-    role: str  # "policy", "reference", "critic" or "teacher"
+    role: str  # "policy", "reference", "critic", "teacher" or SCORER
     hf_config: Any
     weights: tuple[Weight, ...]
     buffer_bytes: int
@@ -96,6 +99,11 @@ def reward_model_of(hf_config: Any, config: RunConfig) -> Model:
     return _described("policy", partial(_make_reward_model, config), hf_config)
 
 
+def scorer_of(hf_config: Any, config: RunConfig) -> Model:
+    """Returns the model of the reward reward_model."""
+    return _described(SCORER, partial(_make_scorer, config), hf_config)
+
+
 def plain_of(hf_config: Any) -> Any:
     """Returns the language model on the meta device, as transformers makes it."""
     return _from_config(model_loader(hf_config).from_config, copy.deepcopy(hf_config))
@@ -122,11 +130,16 @@ def _make_critic(config: RunConfig, hf_config: Any) -> nn.Module:
 
 
 def _make_reward_model(config: RunConfig, hf_config: Any) -> nn.Module:
+    model = _make_scorer(config, hf_config).train().requires_grad_(True)
+    add_adapters(model.hf, config.lora, seed=0, trained=(HEAD_NAME,))
+    return model
+
+
+def _make_scorer(config: RunConfig, hf_config: Any) -> RewardModel:
     hf_config = copy.deepcopy(hf_config)
     hf_config.num_labels, hf_config.pad_token_id = 1, 0
     model = RewardModel(_from_config(AutoModelForSequenceClassification.from_config, hf_config))
-    add_adapters(model.hf, config.lora, seed=0, trained=(HEAD_NAME,))
-    return model
+    return model.eval().requires_grad_(False)
 
 
 def _from_config(make: Callable[..., Any], hf_config: Any) -> Any:

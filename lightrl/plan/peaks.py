@@ -13,7 +13,7 @@ from lightrl.plan.activations import Computation, Pass, Settings, needs_of
 from lightrl.plan.adapters import EngineAdapters, described_adapters
 from lightrl.plan.batches import Batches, batches_of, flops_of_step, passes_of
 from lightrl.plan.engine import Engine, engine_of
-from lightrl.plan.models import Model, critic_of, policy_of, reward_model_of
+from lightrl.plan.models import SCORER, Model, critic_of, policy_of, reward_model_of, scorer_of
 from lightrl.plan.shared_prompts import sharing_of, told, with_shared_prompts
 from lightrl.plan.spread import Kept, kept_of, num_trainers, strategy_name
 from lightrl.plan.stages import StageNeed, stage_need
@@ -80,6 +80,9 @@ class Models:
             self.reference = None  # it is the policy without its adapters
         if "teacher" in others:
             self.frozen.append(policy_of(others["teacher"], config, "teacher"))
+        self.scorer = scorer_of(others["reward_model"], config) if "reward_model" in others else None
+        if self.scorer is not None and not getattr(config, "rollout_ranks", 0):
+            self.frozen.append(self.scorer)
         if isinstance(config, PPOConfig) and not config.critic.shared_backbone:
             self.critic = critic_of(others.get("critic", hf_config), config)
 
@@ -212,6 +215,9 @@ class _Step:
             self.host += sum(resident.values())
         awake = {"engine weights": engine.weights, "KV cache": engine.cache, "logits": engine.work}
         awake |= {"adapters": engine.adapters} if engine.adapters else {}
+        if not is_beside and (scorer := self._models.scorer) is not None:  # whole on each rank that generates
+            whole = replace(config, strategy="single")
+            awake["reward model weights"] = kept_of(scorer, whole, 1, several=False).weights
         return Phase(name="generate", parts={**({} if leaves else resident), **awake})
 
     def _score(self, role: str, resident: dict[str, float]) -> Phase:
@@ -281,7 +287,7 @@ class _Step:
         return "bfloat16" if strategy_name(self._config, self._machine.ranks) == "fsdp" else "autocast"
 
     def _activations(self, role: str, num_bytes: float) -> dict[str, float]:
-        if role == "critic" or self._stage not in (None, self._config.megatron.pp_size - 1):
+        if role in ("critic", SCORER) or self._stage not in (None, self._config.megatron.pp_size - 1):
             return {"activations": num_bytes}
         chunk = min(num_bytes, self._logits_chunk())
         return {"activations": num_bytes - chunk, "logits chunk": chunk}

@@ -206,6 +206,9 @@ def models_of(config: RunConfig) -> Models:
     if isinstance(config, GRPOConfig) and config.teacher_model:
         with naming("--teacher_model"):
             others["teacher"] = _read_config(config.teacher_model, config.trust_remote_code)
+    if isinstance(config, RolloutConfig) and config.reward_model:
+        with naming("--reward_model"):
+            others["reward_model"] = _read_config(config.reward_model, config.trust_remote_code)
     return Models(_read_config(config.model, config.trust_remote_code), config, others)
 
 

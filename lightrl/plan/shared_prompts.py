@@ -14,7 +14,7 @@ from lightrl.config import RolloutConfig, RunConfig
 from lightrl.data.packing import Key, split_micro_batches
 from lightrl.plan.activations import PackShape, paper_batch, to_half
 from lightrl.plan.batches import Batches
-from lightrl.plan.models import Model, fake, faked
+from lightrl.plan.models import SCORER, Model, fake, faked
 from lightrl.plan.trees import paper_tree, saved_by, scorer_in, share_on_paper
 from lightrl.sharing.families import Dealt, cut_to_fit, dealt, evenly_dealt, filled
 from lightrl.sharing.model import MOST_COMPUTED, other_kind
@@ -73,7 +73,8 @@ def with_shared_prompts(
     """Returns the batches of a run that shares prompts, assuming that no two prompts begin alike."""
     if not isinstance(config, RolloutConfig) or sharing.way == "none":
         return batches
-    whole_roles = frozenset(model.role for model in models if not sharing.shares(model))
+    whole = [model for model in models if model.role == SCORER or not sharing.shares(model)]
+    whole_roles = frozenset(model.role for model in whole)
     shared = _of_families(batches, config, ranks) if sharing.way == "asked for" else _by_itself(batches, config)
     return replace(shared, whole_roles=whole_roles)
 

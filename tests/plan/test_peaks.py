@@ -60,3 +60,23 @@ def test_what_leaves_the_device_while_the_engine_generates(small_config: Any) ->
 def test_ranks_that_only_generate_leave_some_to_train(small_config: Any) -> None:
     with pytest.raises(ValueError, match="--rollout_ranks 1 leaves none of 1 ranks"):
         planned(GRPOConfig(**SIZES, rollout_ranks=1), small_config)
+
+
+def test_a_reward_model_stays_beside_the_trainer_or_whole_where_samples_are_scored(small_config: Any) -> None:
+    without = planned(GRPOConfig(**SIZES), small_config)
+    config = GRPOConfig(**SIZES, reward=("reward_model",), reward_model="x")
+    made = plan_run(config, Models(small_config, config, {"reward_model": small_config}), MACHINE)
+    names = [phase.name for phase in made.phases]
+    assert names == ["generate", "score by reward model", "train policy", "weight sync"]
+    # The head of one row takes the place of the output layer: (64 - 1) x 32 weights less than the policy has.
+    num_weights = without.num_weights - 63 * 32
+    for phase in made.phases:
+        assert phase.parts["reward model weights"] == pytest.approx(4 * num_weights, rel=1e-2)  # and buffers
+    assert made.phases[1].parts["activations"] > 0
+    assert made.peak.total == pytest.approx(without.peak.total + made.phases[2].parts["reward model weights"])
+    apart = GRPOConfig(**SIZES, reward=("reward_model",), reward_model="x", rollout_ranks=1, strategy="fsdp")
+    machine = Machine(ranks=3, memory=0, prompt_tokens=8, response_tokens=0, is_accelerator=False)
+    made = plan_run(apart, Models(small_config, apart, {"reward_model": small_config}), machine)
+    holding = [phase.name for phase in made.phases if "reward model weights" in phase.parts]
+    assert holding == ["generate"]
+    assert made.phases[0].parts["reward model weights"] == pytest.approx(4 * num_weights, rel=1e-2)
