@@ -122,6 +122,10 @@ class Production:
         self._sampler = PromptSampler(len(prompts), config.num_prompts, config.seed)
         self._named: list[int] | None = [] if config.data.curriculum else None  # data indices, by the number of a claim
         self._dropped: set[int] = set()  # numbers of groups that the trainer no longer wants
+        self._most_groups = config.num_prompts  # that run here at once
+        if config.rollout.max_groups:
+            share = config.rollout.max_groups * group.size // link.role.num_rollout
+            self._most_groups = min(self._most_groups, max(1, share))
         self._order: TicketOrder | None = None  # None: the trainer has not said yet where the run begins
         self._begun: list[int] = []  # by number: version at the start of each group of the checkpoint
         self._may_go_on = False  # whether some of these may still wait for a rank to continue them
@@ -192,7 +196,7 @@ class Production:
         if self._order is None or version is None:
             return []
         num_steps = num_steps_started(bounded_rules(config), version, config.max_steps) - self._first_step
-        room = config.num_prompts - len(self._groups)
+        room = self._most_groups - len(self._groups)
         claims: list[tuple[int, int]] = []
         # With a curriculum, the first names may come only after the weights.
         known = len(self._begun) if self._named is None else min(len(self._begun), len(self._named))

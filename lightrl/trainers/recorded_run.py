@@ -19,6 +19,7 @@ from lightrl.trainers.fit import Trainer, build_trainer, run_program
 from lightrl.trainers.grpo import GRPOTrainer
 from lightrl.trainers.ppo import PPOTrainer
 from lightrl.trainers.repeated_step import repeat_step
+from lightrl.trainers.scheduled import YoungUpdates
 
 # A repeated run neither uploads its models nor appears in the services that the recorded run reported to.
 _HANDS_NOTHING_ON = ("--hub.push=", "--log.to=")
@@ -31,12 +32,15 @@ class Replay(Trainer):
     prompts: Any  # the trainer's PromptData
     collector: Any
     rewards: Any
+    updates: Any  # of the trainer
 
     def __init__(self, config: RolloutConfig, recorded: Path) -> None:
         schedule = read_schedule(recorded)
         if config.engine_tp_size > 1:
             raise ValueError("A run is repeated by engines of one rank: add --engine_tp_size 1.")
         super().__init__(config)
+        if config.rollout.max_token_staleness:
+            self.updates = YoungUpdates(self.run, self.statistics)
         if config.eval.majority:
             add_majority(self.collector, self.rewards, self.strategy.comm)
         make = ReplayedCollector if self.run.workflow is None else ReplayedEpisodes

@@ -27,10 +27,11 @@ from lightrl.strategy.serving.remote_serving import RemoteServing
 from lightrl.trainers.curriculum import CurriculumTrainer, load_curriculum
 from lightrl.trainers.fit import Trainer
 from lightrl.trainers.rollout_server import RolloutServer
-from lightrl.trainers.scheduled import load_filter
+from lightrl.trainers.scheduled import YoungUpdates, load_filter
 
 BOUNDED_COLLECTORS = {"wait": BoundedCollector, "drop": DroppingCollector}  # keys: values of --rollout.late
-_BOUNDED = ("max_staleness", "late", "on_policy_min_ratio", "filter")  # options of --rollout that such runs support
+# Options of --rollout that such runs support.
+_BOUNDED = ("max_staleness", "late", "on_policy_min_ratio", "max_token_staleness", "filter", "max_groups")
 
 
 def in_role(trainer_class: Callable[[Any], Trainer]) -> Callable[[RolloutConfig], Trainer | RolloutServer]:
@@ -66,6 +67,7 @@ class Learner(Trainer):
     collector: RemoteCollector
     prompts: Any  # the trainer's PromptData
     rewards: RewardSet
+    updates: Any  # of the trainer
 
     def __init__(self, config: RolloutConfig, role: Role) -> None:
         self._link: Link | None = None
@@ -74,6 +76,8 @@ class Learner(Trainer):
         try:
             super().__init__(config, strategy=self._make_strategy(config))
             self.collector = self._make_collector()
+            if config.rollout.max_token_staleness:
+                self.updates = YoungUpdates(self.run, self.statistics)
         except Exception as error:
             self._report(error)
             raise

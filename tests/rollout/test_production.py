@@ -320,6 +320,20 @@ def test_dropped_groups_do_not_come_back_after_a_resume(workflow, run):
     assert max(step - s.oldest_version for step, batch in enumerate(after, start=6) for s in batch) <= 1
 
 
+@pytest.mark.parametrize("workflow", [None, TwoTurns()])
+def test_only_so_many_groups_run_at_once(workflow, run, monkeypatch):
+    most = []
+    step = Production._next_order
+    monkeypatch.setattr(Production, "_next_order", lambda self: most.append(len(self._groups)) or step(self))
+    run(config_of(1, 6), 0, workflow)
+    assert max(most) == 3  # a batch on each engine
+    most.clear()
+    config = config_of(1, 6)
+    config.rollout.max_groups = 4  # on two engines
+    batches, _ = run(config, 0, workflow)
+    assert (len(batches), max(most)) == (6, 2)
+
+
 def unequal_lengths(group):
     return len({len(sample.response_ids) for sample in group.samples}) > 1
 

@@ -259,6 +259,32 @@ def test_a_run_that_generates_while_it_learns_can_be_repeated(
         assert math.isclose(one["grad_norm"], other["grad_norm"], rel_tol=1e-3)
 
 
+@pytest.mark.slow
+def test_old_tokens_are_left_out_of_the_loss(toy_flags: list[str], tmp_path: Path) -> None:
+    recorded, again = tmp_path / "recorded", tmp_path / "again"
+    flags = [
+        *toy_flags,
+        "--max_new_tokens",
+        "40",
+        "--max_steps",
+        "8",
+        "--rollout_ranks",
+        "1",
+        "--rollout.max_groups",
+        "6",
+    ]
+    flags += ["--rollout.max_staleness", "3", "--rollout.max_token_staleness", "1"]
+    run_spmd(SCRIPT, *flags, "--output_dir", str(recorded), world_size=2, timeout_s=280)
+    first = rows(recorded)
+    assert sum(row.get("rollout/tokens_too_old", 0) for row in first) > 0
+    assert sum("grad_norm" in row for row in first) > 3
+    run_program([sys.executable, str(REPLAY), str(recorded), "--output_dir", str(again)], timeout_s=280)
+    for one, other in zip(first, rows(again), strict=True):
+        assert one.get("rollout/tokens_too_old") == other.get("rollout/tokens_too_old")
+        # A step whose tokens are all too old makes no update.
+        assert math.isclose(one.get("grad_norm", -1), other.get("grad_norm", -1), rel_tol=1e-3)
+
+
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_curriculum_under_a_bound_goes_on_after_a_stop(toy_flags: list[str], tmp_path: Path) -> None:
