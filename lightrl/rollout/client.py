@@ -181,7 +181,7 @@ class EngineClient:
             images, videos = self._siblings.media(self._prompt)
             prompt = replace(prompt, images=images, videos=videos)
         if seen := images_of(ids):
-            prompt = replace(prompt, images=(*prompt.images, *(image.picture for image in seen)))
+            prompt = replace(prompt, images=(*prompt.images, *map(self._siblings.picture_of, seen)))
         return prompt
 
     def _shows_media(self, ids: Sequence[int]) -> bool:

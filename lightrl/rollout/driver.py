@@ -211,7 +211,7 @@ def _merged(wishes: Sequence[Wish]) -> list[tuple[Request, list[Wish]]]:
     last: dict[Any, int] = {}  # index in merged of the newest request for the same prompt and settings
     for wish in sorted(wishes, key=lambda wish: wish.params.first_sample):
         settings = replace(wish.params, first_sample=0)
-        media = (id(wish.prompt.images), id(wish.prompt.videos))  # siblings have the same objects
+        media = (_identities(wish.prompt.images), _identities(wish.prompt.videos))  # siblings have the same objects
         key = id(wish) if wish.partial is not None else (wish.prompt.token_ids, media, settings)
         if key in last:
             (prompt, params), siblings = merged[last[key]]
@@ -222,3 +222,7 @@ def _merged(wishes: Sequence[Wish]) -> list[tuple[Request, list[Wish]]]:
         behind = () if wish.partial is None else (wish.partial,)
         merged.append(((wish.prompt, wish.params, *behind), [wish]))
     return merged
+
+
+def _identities(objects: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(map(id, objects))

@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 from lightrl.data.media import read_media
 from lightrl.records import Prompt, Sample
@@ -13,6 +14,7 @@ from lightrl.rewards.applicability import fail_unjudged
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rewards.scoring import FailureBudget, Outcome, RewardError, has_reward
 from lightrl.rollout.journal import for_all_siblings
+from lightrl.rollout.observations import SeenImage
 
 
 class _Waiting(NamedTuple):
@@ -32,6 +34,7 @@ class Siblings:
         self._waiting: list[_Waiting] = []
         self._shared: dict[str, asyncio.Future[Any]] = {}
         self._media: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None  # images and videos of the prompt
+        self._pictures: WeakValueDictionary[bytes, Any] = WeakValueDictionary()  # of images, by their content
 
     def media(self, prompt: Prompt) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Returns the prompt's images and videos, which are read from their files only once."""
@@ -39,6 +42,13 @@ class Siblings:
             images, videos = read_media(prompt)
             self._media = (tuple(images), tuple(videos))
         return self._media
+
+    def picture_of(self, image: SeenImage) -> Any:
+        """Returns the pixels of an image that an episode has seen: one object if siblings have seen the same image.
+
+        The engine then computes a prompt that siblings have in common once, as where environments begin alike.
+        """
+        return self._pictures.setdefault(image.content, image.picture)
 
     async def once(self, name: str, make: Callable[[], Awaitable[Any]]) -> Any:
         """Returns the result of make(), which is called only for the first sibling that asks by this name."""

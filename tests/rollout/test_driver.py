@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from lightrl.engines.base import Completion, EngineGroup, EnginePrompt, SamplingParams
 from lightrl.rollout.driver import EpisodeDriver
@@ -90,13 +91,13 @@ def test_siblings_share_a_request_and_others_do_not() -> None:
 
 def test_siblings_with_the_same_images_share_a_request() -> None:
     made, engine = driver()
-    own, other = ("an image",), ("an image".upper(),)
+    first, second = Image.new("RGB", (1, 1)), Image.new("RGB", (1, 1))
 
-    async def episode(job: tuple[int, tuple[str, ...]]) -> None:
-        index, images = job
-        await made.generate(EnginePrompt(token_ids=(2,), images=images), sample(index))
+    async def episode(job: tuple[int, Image.Image]) -> None:
+        index, image = job
+        await made.generate(EnginePrompt(token_ids=(2,), images=(image,)), sample(index))
 
-    made.run([(0, own), (1, own), (2, own), (0, other), (1, other)], episode)
+    made.run([(0, first), (1, first), (2, first), (0, second), (1, second)], episode)
     assert sorted(engine.submitted) == [((2,), 0, 2), ((2,), 0, 3)]
 
 

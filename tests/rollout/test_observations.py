@@ -136,6 +136,29 @@ def test_the_trainer_scores_what_the_engine_drew_from(
     assert len({sample.images for sample in samples}) == (1 if make is Looking else len(samples))
 
 
+class Beginning:
+    """Shows an image at the beginning, of which each environment makes its own."""
+
+    def reset(self, data: Prompt) -> Any:
+        return screen(data.text)
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        return "", 1.0, True
+
+
+def test_a_first_image_that_siblings_share_is_computed_once(
+    strategy: StrategyBase, prompts: list[tuple[int, Prompt]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = strategy.serving.require_engine()
+    submitted: list[int] = []
+    submit = engine.submit
+    monkeypatch.setattr(engine, "submit", lambda *args: (submitted.append(args[1].n), submit(*args))[1])
+    shown = [(index, replace(prompts[0][1], index=index, text=f"{index}")) for index in range(2)]
+    samples = draw(strategy, shown, EnvironmentWorkflow(environment=f"{__name__}:Beginning"))
+    assert submitted == [2, 2]
+    assert [len(sample.images) for sample in samples] == [1] * 4
+
+
 class Text:
     """Begins with a text, which makes the prompt of the episode another one than that of the data set."""
 
