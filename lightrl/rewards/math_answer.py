@@ -14,7 +14,7 @@ from typing import Any
 
 from lightrl.records import Sample
 from lightrl.rewards.choice_letter import choice_of, stated_choice
-from lightrl.rewards.measures import has_other_unit, split_measure, without_unit
+from lightrl.rewards.measures import has_other_unit, split_letter, split_measure, without_unit
 from lightrl.rewards.scoring import Isolation, NoVerdictError
 from lightrl.rewards.text_match import expected_answer
 
@@ -100,17 +100,28 @@ def _is_right(verifier: Any, answer: str, expected: list[Any], text: str) -> boo
         return True
     if letter := choice_of(answer):
         return stated_choice(text) == letter
-    if unit:
-        return _are_equal(verifier, _parse_expected(verifier, number), given)
     bare = without_unit(text)
-    return bare != text and _are_equal(verifier, expected, _parse_given(verifier, bare))
+    if unit:
+        return _is_bare_number(verifier, number, bare)
+    if bare == text or has_other_unit(text, *split_letter(answer)):
+        return False
+    return _are_equal(verifier, expected, _parse_given(verifier, bare))
+
+
+def _is_bare_number(verifier: Any, number: str, text: str) -> bool:
+    expected, given = _parse_expected(verifier, number), _parse_given(verifier, text)
+    is_right = _are_equal(verifier, expected, given)
+    if is_right and _LETTERS.search(text):
+        return _are_equal_with_letters(verifier, number, expected, text, given, is_right)
+    return is_right
 
 
 def _are_equal(verifier: Any, expected: list[Any], given: list[Any]) -> bool:
     is_same = _is_same_extreme(expected, given)
-    if is_same is None:
-        return bool(verifier.verify(expected, given, timeout_seconds=None, raise_on_error=True))
-    return is_same
+    if is_same is not None:
+        return is_same
+    settings = {"timeout_seconds": None, "raise_on_error": True, "allow_set_relation_comp": True}  # [1,2], 1 <= x <= 2
+    return bool(verifier.verify(expected, given, **settings))
 
 
 def _are_equal_with_letters(

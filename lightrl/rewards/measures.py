@@ -10,7 +10,7 @@ _POWER = r" (?:squared|cubed)| ?\^ ?(?:[23]|\{[23]\})|[\u00b2\u00b3]"
 _UNIT = (
     rf"(?:(?:square|cubic) )?(?:{_LENGTH})(?:{_POWER})?|dollars?|cents?|euros?|pounds?|rupees?|USD|EUR|GBP"
     r"|(?:kilo|milli)?grams?|[km]g|ounces?|oz|lbs?|tons?|(?:milli)?lit(?:er|re)s?|m[lL]|gallons?"
-    r"|seconds?|sec|minutes?|min|hours?|hrs?|days?|weeks?|months?|years?|degrees?|mph"
+    r"|seconds?|sec|minutes?|min|hours?|hrs?|h|days?|weeks?|months?|years?|degrees?|mph"
 )
 _LONG_NAMES = {
     **{
@@ -19,9 +19,11 @@ _LONG_NAMES = {
     },
     **{"ft": "foot", "feet": "foot", "in": "inch", "inche": "inch", "yd": "yard", "mi": "mile"},
     **{"kg": "kilogram", "mg": "milligram", "lb": "pound", "oz": "ounce", "mL": "milliliter", "ml": "milliliter"},
-    **{"sec": "second", "min": "minute", "hr": "hour", "USD": "dollar", "EUR": "euro", "GBP": "pound"},
+    **{"sec": "second", "min": "minute", "hr": "hour", "h": "hour", "USD": "dollar", "EUR": "euro", "GBP": "pound"},
 }
 _MEASURE = re.compile(rf"(?<![\w.,/}}^])({_NUMBER})(?: |~|\\ )*({_UNIT})(?![\w^])")
+_PRODUCT = re.compile(rf"({_NUMBER})([A-Za-z]{{1,2}})")
+_LETTERS = {"m": "meter", "g": "gram", "s": "second"}  # units that are read behind a number as variables
 _BOX = re.compile(rf"(?<=\\boxed\{{) *{_MEASURE.pattern}\.? *(?=\}})")
 
 
@@ -31,16 +33,22 @@ def split_measure(text: str) -> tuple[str, str]:
     return (measure[1], measure[2]) if measure else (text, "")
 
 
+def split_letter(text: str) -> tuple[str, str]:
+    """Returns the number and the letters of a text such as `2t`, a variable or a unit; else the text and no letters."""
+    product = _PRODUCT.fullmatch(text.strip().rstrip("."))
+    return (product[1], product[2]) if product else (text, "")
+
+
 def has_other_unit(text: str, number: str, unit: str) -> bool:
-    """Returns whether a text gives the number another unit than this one, and nowhere this one."""
+    """Returns whether a text gives the number another unit than this one, and nowhere this one; not if it is empty."""
     units = {_canonical(found[2]) for found in _MEASURE.finditer(text) if found[1] == number}
-    return bool(units) and _canonical(unit) not in units
+    return bool(units and unit) and _canonical(unit) not in units
 
 
 def _canonical(unit: str) -> tuple[str, str]:
     """Returns the name of a unit and its power, the same for all spellings of it."""
     power = "3" if re.search(r"cubic|cubed|3|\u00b3", unit) else "2" if re.search(r"square|2|\u00b2", unit) else ""
-    name = re.sub(rf"square |cubic |{_POWER}", "", unit)
+    name = _LETTERS.get(unit) or re.sub(rf"square |cubic |{_POWER}", "", unit)
     name = name.removesuffix("s").replace("metre", "meter").replace("litre", "liter")
     return _LONG_NAMES.get(name, name), power
 

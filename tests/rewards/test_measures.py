@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightrl.rewards.measures import has_other_unit, split_measure, without_unit
+from lightrl.rewards.measures import has_other_unit, split_letter, split_measure, without_unit
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,16 @@ def test_only_another_unit_of_the_same_number_is_another_unit() -> None:
     assert has_other_unit("It is 18 cm.", "18", "square cm")
     for text in ("18", "18 square centimetres", "It took 3 hours: 18 cm^2", "18 cm\u00b2 (18 cm wide)"):
         assert not has_other_unit(text, "18", "cm^2")
+
+
+def test_letters_behind_a_number_may_be_a_unit_too() -> None:
+    assert split_letter("2t.") == ("2", "t")
+    assert split_letter("2 t") == ("2 t", "")
+    assert split_measure("5h") == ("5", "h")
+    for letter, same in (("m", "5 meters"), ("g", "5 grams"), ("s", "5 seconds"), ("h", "5 hrs")):
+        assert not has_other_unit(same, "5", letter)
+        assert has_other_unit("5 km", "5", letter)
+    assert not has_other_unit("5 km", "5", "")
 
 
 def test_a_unit_is_left_out_of_a_box_that_holds_nothing_else() -> None:
