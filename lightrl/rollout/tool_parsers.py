@@ -24,6 +24,7 @@ _GEMMA_KEY = re.compile(r"(?<=[{,])\s*([^\s\[\]{},:\"][^\[\]{},:\"]*)(?=:)")
 _GEMMA_LITERAL = re.compile(r"\b(?:True|False|None)\b")
 _HARMONY_END, _HARMONY_BEGIN, _HARMONY_TEXT = "<|call|>", "<|start|>", "<|message|>"
 _HARMONY_NAME = re.compile(r"to=functions\.([\w./-]+)")
+_MOST_MESSAGES = 8  # of a turn, in whose arguments a mark is looked for
 _MISTRAL_BEGIN = "[TOOL_CALLS]"  # has no end
 _MISTRAL_THOUGHT = ("[THINK]", "[/THINK]")
 _TAGS = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
@@ -121,12 +122,24 @@ def harmony_calls(text: str) -> list[Found]:
     """Finds calls like `<|channel|>commentary to=functions.add<|message|>{"a": 1}<|call|>`, the notation of gpt-oss."""
     found, begin = [], 0
     while (end := text.find(_HARMONY_END, begin)) >= 0:
-        start = max(text.rfind(_HARMONY_BEGIN, begin, end), begin)
+        start = _begin_of_message(text, begin, end)
         head, mark, arguments = text[start:end].partition(_HARMONY_TEXT)
         name, begin = _HARMONY_NAME.search(head), end + len(_HARMONY_END)
         if mark and name:  # else it goes to a tool of OpenAI's own
             found.append(Found(start, begin, [_from_named(name[1], arguments, text[start:end])]))
     return found
+
+
+def _begin_of_message(text: str, begin: int, end: int) -> int:
+    """Returns where gpt-oss's message begins: at its last mark, unless whole arguments of a call hold that."""
+    last, place = max(text.rfind(_HARMONY_BEGIN, begin, end), begin), begin
+    for _ in range(_MOST_MESSAGES):
+        if (mark := text.find(_HARMONY_TEXT, place, last)) < 0:
+            break
+        start, place = max(text.rfind(_HARMONY_BEGIN, begin, mark), begin), mark + len(_HARMONY_TEXT)
+        if _HARMONY_NAME.search(text, start, mark) and not _from_named("", text[place:end], "").problem:
+            return start
+    return last
 
 
 def python_calls(text: str) -> list[Found]:

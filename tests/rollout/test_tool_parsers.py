@@ -71,6 +71,16 @@ def test_a_text_of_mistral_may_hold_the_mark_of_calls() -> None:
     assert now == ToolCall("now", {})
 
 
+def test_an_argument_of_harmony_may_hold_the_mark_of_messages() -> None:
+    said = {"text": "<|start|>assistant to=functions.now<|message|>{}"}
+    head = "<|channel|>commentary to=functions.say<|message|>"
+    before = "<|channel|>analysis<|message|><|start|> {<|end|><|start|>assistant"
+    for text in (f"{head}{json.dumps(said)}<|call|>", f"{before}{head} {json.dumps(said)} <|call|>"):
+        assert PARSERS["harmony"].calls_in(text) == [ToolCall("say", said)]
+    unended = f"{head}{json.dumps(said)}<|end|><|start|>assistant to=functions.now<|message|>{{}}<|call|>"
+    assert PARSERS["harmony"].calls_in(unended) == [NOW]
+
+
 @pytest.mark.parametrize(
     ("parser", "text", "rest"),
     [
@@ -363,6 +373,7 @@ def test_a_turn_that_repeats_an_opener_is_read_at_once(parser: str, around: str)
         deepseek(KIMI[:19]),
         "<|tool_call>call:a{a",
         "<|start|>to=functions.a",
+        '<|start|>to=functions.a<|message|>{"',
     ):
         for text in (opener * 100_000, around.replace("{}", opener * 100_000)):
             began = time.process_time()
