@@ -20,18 +20,22 @@ _REFUSED = re.compile(r"[^/\w.\- ]")  # characters that MLflow refuses in a name
 
 
 class MLflowLogger:
-    """Logs to a run of MLflow; a continued run gets another run of the same name."""
+    """Logs to a run of MLflow; a continued run continues that, unless it is nested in a run of the user's program."""
 
     def __init__(self, run: LoggedRun) -> None:
         self._mlflow = import_extra("mlflow", extra="mlflow", needed_by="--log.to mlflow")
         outer = self._outer_run()
-        if outer is None:
-            self._choose_place(run)
-        place = {"nested": True, "experiment_id": outer.info.experiment_id} if outer else {}
-        started = self._mlflow.start_run(run_name=run.name, tags={_OURS: run.id}, **place)
-        self._id, self._status = started.info.run_id, "FINISHED"
+        experiment = self._choose_place(run) if outer is None else ""
         self._client = self._mlflow.MlflowClient()
-        options = {name: str(value)[:_LONGEST] for name, value in run.options.items()}
+        place = {"nested": True, "experiment_id": outer.info.experiment_id} if outer else {}
+        before = self._earlier_part(run, experiment) if experiment else None
+        if before is None:
+            started = self._mlflow.start_run(run_name=run.name, tags={_OURS: run.id}, **place)
+        else:
+            started = self._mlflow.start_run(run_id=before.info.run_id)
+        self._id, self._status = started.info.run_id, "FINISHED"
+        known = before.data.params if before else ()  # MLflow refuses another value for a parameter
+        options = {name: str(value)[:_LONGEST] for name, value in run.options.items() if name not in known}
         self._try(lambda: self._mlflow.log_params(options), "the options")  # a run of MLFLOW_RUN_ID may have others
 
     def _outer_run(self) -> Any:
@@ -43,15 +47,26 @@ class MLflowLogger:
             self._mlflow.end_run("FAILED")
         return active
 
-    def _choose_place(self, run: LoggedRun) -> None:
-        """Names the server and the experiment where the user has not."""
+    def _earlier_part(self, run: LoggedRun, experiment: str) -> Any:
+        """Returns the run of MLflow that this one continues, which a kill may have left running; None if it is new."""
+        found = self._client.search_runs([experiment], f"tags.`{_OURS}` = '{run.id}'", max_results=1)  # the newest
+        return next(iter(found), None)
+
+    def _choose_place(self, run: LoggedRun) -> str:
+        """Names the server and the experiment where the user has not.
+
+        Returns the experiment's id; empty if MLFLOW_RUN_ID names the run itself.
+        """
         given = set(os.environ)
         if "MLFLOW_TRACKING_URI" not in given:
             self._mlflow.set_tracking_uri(f"sqlite:///{run.folder.resolve() / 'mlflow.db'}")
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_ID", "")
         if not given & {"MLFLOW_EXPERIMENT_ID", "MLFLOW_RUN_ID"}:
-            self._mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
+            made = self._mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
+            experiment = str(made.experiment_id)
         for name in {"MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_ID"} - given:
             os.environ.pop(name, None)  # MLflow writes it, and the next run would take it for the user's
+        return "" if "MLFLOW_RUN_ID" in given else experiment
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs the metrics of a step."""

@@ -30,7 +30,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Any:
     made.end_run = Mock(side_effect=lambda status: runs.pop())
     # Processes that the program starts are to inherit it.
     made.set_tracking_uri = Mock(side_effect=lambda uri: monkeypatch.setenv("MLFLOW_TRACKING_URI", uri))
-    made.MlflowClient = Mock()
+    made.MlflowClient = Mock(return_value=Mock(search_runs=Mock(return_value=[])))
     made.exceptions = Mock(MlflowException=MlflowError)
     monkeypatch.setitem(sys.modules, "mlflow", made)
     for name in ("TRACKING_URI", "EXPERIMENT_ID", "EXPERIMENT_NAME", "RUN_ID"):
@@ -118,6 +118,25 @@ def test_the_place_of_a_platform_is_kept(
     MLflowLogger(logged_run)
     package.set_experiment.assert_not_called()
     assert os.environ[name] == "3"
+
+
+def test_a_continued_run_continues_its_run_of_mlflow(logged_run: LoggedRun, package: Any) -> None:
+    """After a kill it is still running there, and keeps the parameters that it has."""
+    package.set_experiment.return_value = Mock(experiment_id="7")
+    found = Mock(info=Mock(run_id="earlier"), data=Mock(params={"lr": "0.1"}))
+    package.MlflowClient().search_runs.return_value = [found]
+    package.start_run.side_effect = lambda run_id: found
+    logger = MLflowLogger(logged_run)
+    package.MlflowClient().search_runs.assert_called_once_with(
+        ["7"], f"tags.`lightrl.id` = '{logged_run.id}'", max_results=1
+    )
+    package.start_run.assert_called_once_with(run_id="earlier")
+    package.log_params.assert_called_once_with({"judge.key": "***"})
+    logger.log(2, {"loss": 0.5})
+    package.log_metrics.assert_called_once_with({"loss": 0.5}, step=2, run_id="earlier")
+    package.active_run.side_effect, package.end_run.side_effect = [found], None
+    logger.close()
+    package.end_run.assert_called_once_with("FINISHED")
 
 
 def test_a_trainer_that_was_not_closed_has_failed(logged_run: LoggedRun, package: Any) -> None:
