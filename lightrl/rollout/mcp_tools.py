@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as WaitTimeoutError
+from contextlib import suppress
 from typing import Any
 
 from lightrl.imports import import_extra
@@ -55,9 +56,7 @@ class McpServer:
         self._is_over: asyncio.Event | None = None
         started: Future[list[Any]] = Future()
         self._thread = threading.Thread(
-            target=lambda: self._loop.run_until_complete(self._serve(started)),
-            name=f"mcp {self._command}",
-            daemon=True,
+            target=self._run, args=(self._loop, started), name=f"mcp {self._command}", daemon=True
         )
         self._thread.start()
         try:
@@ -71,6 +70,13 @@ class McpServer:
                 f"The MCP server {self._command!r} does not answer ({reason}). Give the command that starts it and "
                 'lets it speak over stdin and stdout, such as mcp="python my_server.py".'
             ) from error
+
+    def _run(self, loop: asyncio.AbstractEventLoop, started: Future[list[Any]]) -> None:
+        try:
+            loop.run_until_complete(self._serve(started))
+        finally:
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()
 
     async def _serve(self, started: Future[list[Any]]) -> None:
         self._is_over = asyncio.Event()
@@ -159,7 +165,8 @@ class McpServer:
     def close(self) -> None:
         """Ends the server."""
         if self._is_over is not None and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._is_over.set)
+            with suppress(RuntimeError):  # the server has ended meanwhile, and closed the loop
+                self._loop.call_soon_threadsafe(self._is_over.set)
             self._thread.join(_STOP_S)
 
 

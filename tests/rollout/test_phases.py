@@ -2,10 +2,11 @@
 
 import asyncio
 import sys
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 
 from lightrl.builtin.model import builtin_tokenizer, tiny_model
@@ -18,12 +19,23 @@ from lightrl.rollout.journal import Journal, for_all_siblings, remembered
 from lightrl.rollout.phases import PhasedDriver
 from lightrl.rollout.siblings import Siblings
 
+_MADE: list[PhasedDriver] = []
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    """Closes the event loops of a test's drivers."""
+    yield
+    while _MADE:
+        _MADE.pop().close()
+
 
 def driver() -> PhasedDriver:
     torch.manual_seed(0)
     engine = ColocatedEngine(NativeEngine(tiny_model()[0], eos_token_ids=[], device=torch.device("cpu")))
     engine.version = 0
-    return PhasedDriver(engine, EngineGroup())
+    _MADE.append(PhasedDriver(engine, EngineGroup()))
+    return _MADE[-1]
 
 
 def bump(made: PhasedDriver) -> None:

@@ -339,12 +339,15 @@ def test_a_request_that_waits_until_its_episode_has_ended_generates_nothing() ->
         asking = asyncio.ensure_future(session.chat(MESSAGES, [], Wish()))
         await asyncio.sleep(0)
         session.close()
-        threading.Thread(target=loop.run_forever, daemon=True).start()
+        waking.start()
         with pytest.raises(RequestError, match="has ended"):
             await asking
 
+    waking = threading.Thread(target=loop.run_forever, daemon=True)
     asyncio.run(run())
     loop.call_soon_threadsafe(loop.stop)
+    waking.join(60)
+    loop.close()
     assert driver.log == []
 
 
