@@ -114,6 +114,14 @@ def test_the_model_of_the_best_evaluation_is_kept(
     assert ["time/best" in row for row in rows] == [False, False, True, True, False]  # with the step after
 
 
+def test_a_run_without_a_finite_value_says_that_it_has_no_best_model(
+    train: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("run", (math.nan, math.inf)) is None
+    assert "best model: none, since no evaluation has given a finite eval/accuracy\n" in capsys.readouterr().out
+    assert not (tmp_path / "run" / "best").exists()
+
+
 def test_lower_is_better_for_a_loss_and_where_it_is_asked_for(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert train("asked", (0.5, 0.25, 0.75), "eval/accuracy:min")["step"] == 1
     monkeypatch.setattr(Scripted, "name", "eval/loss")
