@@ -77,6 +77,11 @@ class EngineClient:
         return version
 
     @property
+    def is_over(self) -> bool:
+        """Whether the engine answers no further request of this client."""
+        return self._driver.is_over
+
+    @property
     def adapters(self) -> tuple[str, ...]:
         """Names of adapters that generate() accepts."""
         return self._driver.engine.engine.adapters

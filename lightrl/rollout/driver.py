@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from lightrl.engines.base import AnyPrompt, Completion, EngineGroup, EnginePrompt, SamplingParams, as_prompt
 from lightrl.engines.colocated import ColocatedEngine
-from lightrl.rollout.event_loop import run_to_its_end
+from lightrl.rollout.event_loop import run_episodes
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,7 @@ class EpisodeDriver:
     def __init__(self, engine: ColocatedEngine, group: EngineGroup) -> None:
         self.engine = engine
         self.num_steps = 0  # of the engine
+        self.is_over = False  # whether it makes no further step: who still asks, such as a visitor, gets no answer
         self._group = group
         self._wishes: list[Wish] = []
         self._waiting: dict[tuple[int, int], Wish] = {}  # by request and sample
@@ -70,11 +71,12 @@ class EpisodeDriver:
             jobs: The jobs of this rank. They must be picklable, because the first rank of the group runs all jobs.
             start: Begins the episode of a job. An exception in it ends the run, so it must catch errors of episodes.
         """
+        self.is_over = False
         parts = self._group.gather(list(jobs))
         everything = [job for part in parts for job in part]
         results: list[Result] | None = None
         if self._group.rank == 0:
-            results = run_to_its_end(self._lead([start(job) for job in everything]))
+            results = run_episodes(self._lead([start(job) for job in everything]))
         else:
             self._follow()
         results = self._group.broadcast(results)
@@ -91,6 +93,9 @@ class EpisodeDriver:
         return await wish.answer
 
     def _ask(self, wish: Wish) -> None:
+        if self.is_over:
+            wish.answer.cancel()
+            return
         self._wishes.append(wish)
         wish.answer.add_done_callback(self._note_cancelled)
         if self._asked is not None and not self._asked.done():
@@ -116,10 +121,20 @@ class EpisodeDriver:
                 task.cancel()
             self._group.broadcast(_Tick([], [], failure=f"{type(error).__name__}: {error}", is_last=True))
             self._drop_leftovers()
+            self.close()
             raise
         self._group.broadcast(_Tick(self._unwanted(), [], is_last=True))
         self._drop_leftovers()
+        self.close()
+        await self._let_episodes_go_on()  # so that those who get no answer are told
         return results
+
+    def close(self) -> None:
+        """Cancels what is still asked for, and from now on every request at once."""
+        self.is_over = True
+        for wish in [*self._wishes, *self._waiting.values()]:
+            wish.answer.cancel()
+        self._wishes, self._waiting = [], {}
 
     async def _wait_for_a_wish(self, unfinished: Collection[asyncio.Future[Any]]) -> None:
         """Waits a moment until an episode requests something or ends, because the engine has nothing to do."""

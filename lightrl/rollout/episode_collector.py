@@ -178,7 +178,8 @@ class EpisodeCollector(EpisodeScorer, Collector):
 
     async def play(self, driver: EpisodeDriver, job: EpisodeJob) -> Episode | EpisodeFailure | None:
         """Runs an episode to its end; an exception in it becomes an EpisodeFailure."""
-        siblings = self._siblings.setdefault(job.position, Siblings(job.num_siblings, self._rewards))
+        running = self._siblings  # those of training or of an evaluation, during which training episodes may end
+        siblings = running.setdefault(job.position, Siblings(job.num_siblings, self._rewards))
         client = EngineClient(
             driver,
             self._strategy.tokenizer,
@@ -205,7 +206,7 @@ class EpisodeCollector(EpisodeScorer, Collector):
         finally:
             await siblings.leave()
             if not siblings.num_running:
-                self._siblings.pop(job.position, None)
+                running.pop(job.position, None)
 
     def _require_some(self, made: Sequence[Episode | EpisodeFailure | None]) -> None:
         """Raises on every rank if all episodes of all ranks failed, most likely by a mistake in the workflow."""

@@ -1,13 +1,19 @@
-"""Runs a coroutine to its end from code that is not async, even in a notebook, whose cells run inside a loop."""
+"""Event loops for users' code: that of all episodes, which lasts as long as the process, and others.
+
+Coroutines are run from code that is not async, even in a notebook, whose cells run inside a loop.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import os
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -20,9 +26,43 @@ _CLOSING_S = 10.0  # how long tasks that go on although they are cancelled may h
 _PARTS = 20  # of a time limit
 
 
+def episodes_loop() -> asyncio.AbstractEventLoop:
+    """Returns the event loop of all episodes of this process, in training and evaluation.
+
+    A client that an environment or a tool keeps, such as an HTTP session, works on one loop only.
+    """
+    return _loop_of(os.getpid())
+
+
+@lru_cache(maxsize=1)
+def _loop_of(pid: int) -> asyncio.AbstractEventLoop:
+    loop = new_event_loop()
+
+    def end() -> None:
+        if os.getpid() == pid and not loop.is_running():
+            run_until_done(loop, _end_others(loop.shutdown_asyncgens()))
+            loop.close()
+
+    atexit.register(end)
+    return loop
+
+
+def run_episodes(main: Coroutine[Any, Any, Result]) -> Result:
+    """Returns the result of the coroutine, run on the loop of the episodes. Tasks that it leaves behind are kept."""
+    return _in_a_thread(main, _run_on_kept_loop) if is_in_a_loop() else _run_on_kept_loop(main)
+
+
+def _run_on_kept_loop(main: Coroutine[Any, Any, Result]) -> Result:
+    try:
+        return run_until_done(episodes_loop(), main)
+    except BaseException:
+        run_until_done(episodes_loop(), _end_others())  # so that the episodes can clean up
+        raise
+
+
 def run_to_its_end(main: Coroutine[Any, Any, Result]) -> Result:
-    """Returns the result of the coroutine; an event loop that already runs waits meanwhile."""
-    return _in_a_thread(main) if is_in_a_loop() else _run(main)
+    """Returns the result of the coroutine, run on a loop of its own; a loop that already runs waits meanwhile."""
+    return _in_a_thread(main, _run) if is_in_a_loop() else _run(main)
 
 
 def _run(main: Coroutine[Any, Any, Result]) -> Result:
@@ -31,19 +71,20 @@ def _run(main: Coroutine[Any, Any, Result]) -> Result:
     try:
         return run_until_done(loop, main)
     finally:
-        run_until_done(loop, _end_others())
+        run_until_done(loop, _end_others(loop.shutdown_asyncgens()))
         loop.close()
 
 
-async def _end_others() -> None:
-    loop = asyncio.get_running_loop()
+async def _end_others(*closing: Coroutine[Any, Any, None]) -> None:
+    """Cancels all other tasks, and waits a moment for them and for what closes something."""
     others = asyncio.all_tasks() - {asyncio.current_task()}
     for task in others:
         task.cancel()
-    await asyncio.wait([*others, loop.create_task(loop.shutdown_asyncgens())], timeout=_CLOSING_S)
+    if waited := [*others, *map(asyncio.ensure_future, closing)]:
+        await asyncio.wait(waited, timeout=_CLOSING_S)
 
 
-def _in_a_thread(main: Coroutine[Any, Any, Result]) -> Result:
+def _in_a_thread(main: Coroutine[Any, Any, Result], run_here: Callable[[Any], Result]) -> Result:
     """Runs the coroutine in a thread with the caller's torch settings: its device, and whether it records gradients."""
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
     records, context = torch.is_grad_enabled(), copy_context()
@@ -52,7 +93,7 @@ def _in_a_thread(main: Coroutine[Any, Any, Result]) -> Result:
         if device is not None:
             torch.cuda.set_device(device)
         with torch.set_grad_enabled(records):
-            return context.run(_run, main)
+            return context.run(run_here, main)
 
     with ThreadPoolExecutor(1, thread_name_prefix="episodes") as pool:
         return pool.submit(run).result()

@@ -8,8 +8,9 @@ from typing import Any
 
 from lightrl.engines.base import AnyPrompt, Completion, EngineGroup, SamplingParams, as_prompt
 from lightrl.engines.colocated import ColocatedEngine
-from lightrl.rewards.async_scoring import new_event_loop, run_until_done
+from lightrl.rewards.async_scoring import run_until_done
 from lightrl.rollout.driver import EpisodeDriver, Wish, _Tick
+from lightrl.rollout.event_loop import episodes_loop
 from lightrl.rollout.journal import CURRENT, Journal, Number, next_shared
 
 
@@ -21,7 +22,7 @@ class PhasedDriver(EpisodeDriver):
 
     def __init__(self, engine: ColocatedEngine, group: EngineGroup) -> None:
         super().__init__(engine, group)
-        self._loop = new_event_loop()
+        self._loop = episodes_loop()
         self._tasks: dict[tuple[int, int], asyncio.Task[Any]] = {}
         self._begun: dict[tuple[int, int], Journal] = {}  # of the tasks, which all see it
         self._journals: dict[asyncio.Future[Completion], tuple[Journal, Number]] = {}  # and the number of the call
@@ -168,6 +169,5 @@ class PhasedDriver(EpisodeDriver):
 
     def close(self) -> None:
         """Ends the episodes."""
-        if not self._loop.is_closed():
-            self._drop()
-            self._loop.close()
+        super().close()
+        self._drop()

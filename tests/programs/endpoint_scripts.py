@@ -47,6 +47,7 @@ class ScriptedDriver:
     def __init__(self, tokenizer, num_words=84):
         self.engine = self
         self.version = 3
+        self.is_over = False
         self.adapters, self.vocab_size = ("policy",), len(tokenizer)
         self.log = []  # (prompt, output, logprobs) of the policy
         self.others = []  # parameters of requests to other adapters

@@ -10,6 +10,7 @@ from PIL import Image
 
 from lightrl.engines.base import Completion, EngineGroup, EnginePrompt, SamplingParams
 from lightrl.rollout.driver import EpisodeDriver
+from lightrl.rollout.event_loop import run_episodes
 
 
 class ScriptedEngine:
@@ -73,6 +74,30 @@ def driver() -> tuple[EpisodeDriver, ScriptedEngine]:
 
 def sample(index: int, seed: int = 0) -> SamplingParams:
     return SamplingParams(first_sample=index, seed=seed)
+
+
+def test_a_request_to_a_driver_whose_episodes_are_all_over_gets_no_answer() -> None:
+    made, _ = driver()
+    visits: list[asyncio.Task[Completion]] = []
+
+    async def episode(job: int) -> int:
+        if job:  # while another works on, as a visitor of the endpoint may
+            visits.append(asyncio.ensure_future(made.generate((job,), sample(0))))
+        return job
+
+    assert made.run([0, 9], episode) == [0, 9]
+    assert made.is_over
+    assert visits[0].cancelled()
+
+    async def late() -> str:
+        try:
+            await made.generate((1,), sample(0))
+        except asyncio.CancelledError:
+            return "no answer"
+        return "an answer"
+
+    assert run_episodes(late()) == "no answer"
+    assert made.run([0], episode) == [0]
 
 
 def test_siblings_share_a_request_and_others_do_not() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socketserver
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,8 +24,10 @@ from lightrl.rewards.episode_reward import episode_reward
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rewards.scoring import group_reward
 from lightrl.rollout.collector import Collector
+from lightrl.rollout.driver import EpisodeDriver
 from lightrl.rollout.episode import Episode, Turn
 from lightrl.rollout.episode_collector import EpisodeCollector, EpisodeFailure, EpisodeJob, _as_episode
+from lightrl.rollout.event_loop import run_episodes
 from lightrl.rollout.workflow import Workflow, load_workflow
 from lightrl.strategy import EngineStatus, StrategyBase
 from lightrl.testing import run_spmd
@@ -218,6 +222,60 @@ def test_an_episode_that_does_not_end_at_its_time_limit_delays_nobody_for_long(
     assert time.monotonic() - began < 30
     assert [sample.status for sample in samples] == [Status.FAILED, Status.COMPLETED, Status.FAILED]
     assert "No result after 0.5 s, the time limit (--rollout.episode_timeout_s)." in caplog.text
+
+
+class KeepsItsConnection(OneTurn):
+    """Asks a service in each episode, over a connection that it opens only once, as HTTP clients do."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def arun_episode(self, engine: Any, data: Prompt) -> Episode:
+        if self._streams is None:
+            self._streams = await asyncio.open_connection("127.0.0.1", self._port)
+        reader, writer = self._streams
+        writer.write(b"a\n")
+        assert await reader.readline() == b"a\n"
+        return await super().arun_episode(engine, data)
+
+
+class Echo(socketserver.StreamRequestHandler):
+    def handle(self) -> None:
+        for line in self.rfile:
+            self.wfile.write(line)
+
+
+def test_a_client_that_a_workflow_keeps_serves_the_episodes_of_every_step(
+    strategy: StrategyBase, prompts: list[tuple[int, Prompt]]
+) -> None:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Echo) as server:
+        server.daemon_threads, server.block_on_close = True, False
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        workflow = KeepsItsConnection(server.server_address[1])
+        collector = EpisodeCollector(strategy, RewardSet.of(episode_reward), workflow, seed=3, limits=LIMITS)
+        for step in range(2):
+            samples = collector.sample(prompts[:1], step=step, group_size=1, temperature=1.0)
+            assert [sample.status for sample in samples] == [Status.COMPLETED]
+        server.shutdown()
+
+
+def test_an_episode_of_training_may_end_while_an_evaluation_has_siblings_at_its_position(
+    strategy: StrategyBase, prompts: list[tuple[int, Prompt]]
+) -> None:
+    class Evaluates(OneTurn):
+        async def arun_episode(self, engine: Any, data: Prompt) -> Episode:
+            collector._siblings = evaluation
+            return Episode(data.token_ids)
+
+    others: Any = object()
+    evaluation = {0: others}
+    collector = EpisodeCollector(strategy, RewardSet.of(episode_reward), Evaluates(), seed=3, limits=LIMITS)
+    training = collector._siblings
+    job = EpisodeJob(0, prompts[0][1], 0, 0, SamplingParams(), 1)
+    with strategy.serving.session() as engine:
+        run_episodes(collector.play(EpisodeDriver(engine, strategy.serving.group), job))
+    assert (training, evaluation) == ({}, {0: others})
 
 
 @pytest.mark.parametrize(("label", "warnings"), [("length", 1), ("episode", 0)])

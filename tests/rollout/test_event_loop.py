@@ -10,7 +10,7 @@ from contextvars import ContextVar
 import pytest
 import torch
 
-from lightrl.rollout.event_loop import awaited_in_time, run_to_its_end
+from lightrl.rollout.event_loop import awaited_in_time, episodes_loop, run_episodes, run_to_its_end
 
 NAME: ContextVar[str] = ContextVar("NAME", default="")
 
@@ -135,6 +135,63 @@ def test_a_task_that_is_left_behind_can_clean_up() -> None:
 
     run_to_its_end(main())
     assert ended == ["cleaned up"]
+
+
+async def loop_and_task(ended: list[str]) -> tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]:
+    async def other() -> None:
+        try:
+            await asyncio.sleep(0.05)
+            ended.append("went on")
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+
+    left = asyncio.ensure_future(other())
+    await asyncio.wait([left], timeout=0)
+    return asyncio.get_running_loop(), left
+
+
+def test_episodes_share_a_loop_that_is_kept_with_what_they_leave_behind() -> None:
+    ended: list[str] = []
+    loop, left = run_episodes(loop_and_task(ended))
+    assert loop is episodes_loop()
+    assert ended == []
+    run_episodes(asyncio.wait_for(left, 30))  # type: ignore[arg-type]
+    assert ended == ["went on"]
+
+    async def cell() -> asyncio.AbstractEventLoop:
+        return run_episodes(loop_and_task(ended))[0]
+
+    assert asyncio.run(cell()) is loop  # in a thread, as in a notebook
+
+
+def test_an_error_ends_what_the_episodes_have_left_behind_but_not_the_loop() -> None:
+    ended: list[str] = []
+    loop, _ = run_episodes(loop_and_task(ended))
+    with pytest.raises(KeyError, match="a mistake"):
+        run_episodes(broken())
+    assert ended == ["cancelled"]
+    assert run_episodes(loop_and_task(ended))[0] is loop
+
+
+def test_the_end_of_the_process_lets_what_is_left_behind_clean_up() -> None:
+    program = """
+import asyncio
+from lightrl.rollout.event_loop import run_episodes
+
+async def other():
+    try:
+        await asyncio.sleep(3600)
+    finally:
+        print("cleaned up", flush=True)
+
+async def main():
+    main.left = asyncio.ensure_future(other())
+    await asyncio.sleep(0)
+
+run_episodes(main())
+"""
+    done = subprocess.run([sys.executable, "-c", program], check=True, timeout=120, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("cleaned up\n", "")
 
 
 async def stubborn(seconds: float) -> list[str]:

@@ -15,6 +15,7 @@ from lightrl.engines.colocated import ColocatedEngine
 from lightrl.engines.native.engine import NativeEngine
 from lightrl.rollout.client import EngineClient, EpisodeLimits
 from lightrl.rollout.episode import Episode
+from lightrl.rollout.event_loop import episodes_loop
 from lightrl.rollout.journal import Journal, for_all_siblings, remembered
 from lightrl.rollout.phases import PhasedDriver
 from lightrl.rollout.siblings import Siblings
@@ -225,7 +226,9 @@ def test_a_visitor_is_answered_though_episodes_are_dropped() -> None:
     assert made.pause(keep=False) == [(0, 0)]
     made.step(6)
     assert len(visitor.result()) == 6
+    assert made._loop is episodes_loop()  # as in the run's evaluations, so that both may use the same clients
     made.close()
+    assert made.is_over
 
 
 LOOKED_UP: list[int] = []  # by a tool whose results differ, as those of a search do

@@ -82,7 +82,7 @@ class Session:
     @property
     def is_awake(self) -> bool:
         """Whether the engine can generate now."""
-        return self._driver_loop.is_running()
+        return self._driver_loop.is_running() and not self.engine.is_over
 
     def for_visitor(self) -> Session:
         """Returns a session for requests that belong to no episode and are not recorded."""
@@ -222,7 +222,7 @@ class Session:
     async def _until_awake(self) -> None:
         deadline = time.monotonic() + self._wait_s
         while not self.is_awake:
-            if time.monotonic() > deadline or self._driver_loop.is_closed():
+            if time.monotonic() > deadline or self.engine.is_over:
                 raise asleep(self._wait_s)
             await asyncio.sleep(_POLL_S)
 

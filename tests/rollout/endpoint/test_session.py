@@ -211,6 +211,11 @@ def test_a_request_waits_for_a_sleeping_engine_and_is_told_to_come_again() -> No
             await chat({"messages": [{"role": "user", "content": "a"}]})
         assert (error.value.status, error.value.headers) == (503, {"Retry-After": "5"})
         other.close()
+        driver.is_over = True  # those of another step may run on the same loop
+        made = Session(client_of(driver, TOKENIZER), asyncio.get_running_loop(), None, wait_s=600)
+        assert not made.is_awake
+        with pytest.raises(RequestError, match="asleep while the policy trains"):
+            await made.chat([{"role": "user", "content": "a"}], [], Wish())
 
     asyncio.run(run())
 
