@@ -9,6 +9,7 @@ import asyncio
 import atexit
 import os
 import sys
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from lightrl.rewards.async_scoring import is_in_a_loop, new_event_loop, run_until_done
+from lightrl.rewards.async_scoring import is_in_a_loop, new_event_loop, run_for_ever, run_until_done, without_exit
 
 Result = TypeVar("Result")
 
@@ -97,6 +98,31 @@ def _in_a_thread(main: Coroutine[Any, Any, Result], run_here: Callable[[Any], Re
 
     with ThreadPoolExecutor(1, thread_name_prefix="episodes") as pool:
         return pool.submit(run).result()
+
+
+class LoopThread:
+    """An event loop in a thread of its own, for what must go on while the loop of the episodes stands still.
+
+    That loop stands still while the model trains, if episodes outlive a step, and while code blocks it.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Takes a name for the thread, which starts with the first call."""
+        self._name = name
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._starting = threading.Lock()
+
+    async def run(self, call: Coroutine[Any, Any, Result]) -> Result:
+        """Returns the result of a coroutine, which runs there; it is cancelled if whoever waits for it is."""
+        running = asyncio.run_coroutine_threadsafe(without_exit(call), self._started())
+        return await asyncio.wrap_future(running)
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        with self._starting:
+            if self._loop is None:
+                self._loop = new_event_loop()
+                threading.Thread(target=run_for_ever, args=(self._loop,), name=self._name, daemon=True).start()
+        return self._loop
 
 
 @contextmanager

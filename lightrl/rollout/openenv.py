@@ -8,6 +8,9 @@ from typing import Any
 
 from lightrl.imports import import_extra, load_object
 from lightrl.records import Prompt
+from lightrl.rollout.event_loop import LoopThread
+
+_CONNECTIONS = LoopThread("openenv")  # servers close a connection whose client does not answer their pings in time
 
 
 class OpenEnvEnvironment:
@@ -41,20 +44,20 @@ class OpenEnvEnvironment:
     async def reset(self, data: Prompt) -> str:
         """Begins a session and returns the first observation."""
         self._client = self._make(base_url=self._base_url)
-        await self._client.connect()
+        await _CONNECTIONS.run(self._client.connect())
         settings = {name: data.fields[name] for name in self._reset_fields if name in data.fields}
-        result = await self._client.reset(**settings)
+        result = await _CONNECTIONS.run(self._client.reset(**settings))
         return self._text(result.observation)
 
     async def step(self, action: str) -> tuple[str, float, bool]:
         """Sends the policy's text as an action; returns (observation, reward, whether the episode is over)."""
-        result = await self._client.step({self._action_field: action})
+        result = await _CONNECTIONS.run(self._client.step({self._action_field: action}))
         return self._text(result.observation), float(result.reward or 0.0), bool(result.done)
 
     async def close(self) -> None:
         """Ends the session."""
         if self._client is not None:
-            await self._client.disconnect()
+            await _CONNECTIONS.run(self._client.disconnect())
 
     def _text(self, observation: Any) -> str:
         fields = observation if isinstance(observation, Mapping) else observation.model_dump(mode="json")

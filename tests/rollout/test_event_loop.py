@@ -10,7 +10,7 @@ from contextvars import ContextVar
 import pytest
 import torch
 
-from lightrl.rollout.event_loop import awaited_in_time, episodes_loop, run_episodes, run_to_its_end
+from lightrl.rollout.event_loop import LoopThread, awaited_in_time, episodes_loop, run_episodes, run_to_its_end
 
 NAME: ContextVar[str] = ContextVar("NAME", default="")
 
@@ -192,6 +192,33 @@ run_episodes(main())
 """
     done = subprocess.run([sys.executable, "-c", program], check=True, timeout=120, capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("cleaned up\n", "")
+
+
+@pytest.mark.timeout(30)
+def test_a_thread_of_its_own_goes_on_while_the_callers_loop_stands_still() -> None:
+    thread, beats = LoopThread("beats"), list[int]()
+
+    async def beat() -> None:
+        while True:
+            beats.append(len(beats))
+            await asyncio.sleep(0.01)
+
+    async def main() -> None:
+        beating = asyncio.ensure_future(thread.run(beat()))
+        await asyncio.sleep(0.02)
+        before = len(beats)
+        time.sleep(0.5)  # as while a model trains
+        assert len(beats) > before + 5
+        with pytest.raises(RuntimeError, match="it called exit"):
+            await thread.run(leaves())
+        beating.cancel()
+        await asyncio.wait([beating])
+        await thread.run(asyncio.sleep(0.05))
+        after = len(beats)
+        await thread.run(asyncio.sleep(0.1))
+        assert len(beats) == after
+
+    asyncio.run(main())
 
 
 async def stubborn(seconds: float) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from datetime import date
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -64,6 +65,37 @@ def test_an_episode_is_a_session() -> None:
     ]
     assert episode.response_ids == [12, 5, 13, 5]  # "+" heard, "3" said, "=" heard, "3" said
     assert episode.reward == 1.0
+
+
+class Connected(FakeClient):
+    """Answers the pings of a server, as a client does whose event loop runs."""
+
+    num_answers = 0
+
+    async def connect(self) -> None:
+        self.answering = asyncio.ensure_future(self.answer())
+
+    async def answer(self) -> None:
+        while True:
+            Connected.num_answers += 1
+            await asyncio.sleep(0.01)
+
+    async def disconnect(self) -> None:
+        self.answering.cancel()
+
+
+@pytest.mark.timeout(30)
+def test_a_connection_is_served_while_the_loop_of_the_episodes_stands_still() -> None:
+    async def run() -> None:
+        environment = OpenEnvEnvironment(base_url="", client=f"{__name__}:Connected")
+        await environment.reset(PROMPT)
+        before = Connected.num_answers
+        time.sleep(0.5)  # as while the model trains between two turns
+        assert Connected.num_answers > before + 5
+        await environment.step("3")
+        await environment.close()
+
+    asyncio.run(run())
 
 
 def test_the_field_of_an_observation_is_checked_and_may_be_left_out() -> None:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from lightrl.imports import load_object
 from lightrl.records import Prompt
-from lightrl.rewards.async_scoring import new_event_loop, run_for_ever, without_exit
+from lightrl.rewards.async_scoring import without_exit
 from lightrl.rollout.client import EngineClient
 from lightrl.rollout.endpoint.server import ENDPOINT_OPTIONS, Endpoint
 from lightrl.rollout.endpoint.session import Session
 from lightrl.rollout.episode import Episode
+from lightrl.rollout.event_loop import LoopThread
 from lightrl.rollout.tool_calls import in_daemon_thread
 from lightrl.rollout.workflow import Workflow, check_arguments, check_types
 
@@ -65,24 +65,16 @@ class AgentWorkflow(EndpointWorkflow):
         super().__init__(**{name: arguments.pop(name) for name in ENDPOINT_OPTIONS if name in arguments})
         self._agent, self._takes = _loaded_agent(agent, arguments)
         self._threads = asyncio.Semaphore(_MAX_THREADS)
-        self._loop: asyncio.AbstractEventLoop | None = None  # of async agents
+        self._loop = LoopThread("agents")  # an agent that blocks the endpoint's would wait for its own request for ever
 
     async def play(self, data: Prompt, *, base_url: str, api_key: str, model: str) -> Any:
         """Calls the agent with those of data, base_url, api_key and model that it accepts."""
         given = {"data": data, "base_url": base_url, "api_key": api_key, "model": model}
         arguments = {name: given[name] for name in self._takes}
         if _is_async(self._agent):
-            playing = without_exit(self._agent(**arguments))
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(playing, self._loop_of_agents()))
+            return await self._loop.run(self._agent(**arguments))
         async with self._threads:
             return await in_daemon_thread(self._agent, arguments)
-
-    def _loop_of_agents(self) -> asyncio.AbstractEventLoop:
-        """Returns a loop of their own: an agent that blocks the endpoint's would wait for its own request for ever."""
-        if self._loop is None:
-            self._loop = new_event_loop()
-            threading.Thread(target=run_for_ever, args=(self._loop,), name="agents", daemon=True).start()
-        return self._loop
 
 
 def _loaded_agent(name: str, arguments: Mapping[str, Any]) -> tuple[Callable[..., Any], list[str]]:
