@@ -31,7 +31,8 @@ class OpenEnvEnvironment:
             base_url: URL of the server.
             action_field: The field of the environment's action that receives the policy's text.
             observation_field: The field of the observation that the policy reads; empty: the observation as JSON.
-            reset_fields: Fields of the prompt's record that are passed to reset(), such as seed.
+            reset_fields: Fields of the prompt's record that are passed to reset(), such as seed. Without a seed of its
+                own a prompt has that of its place in the data, so that all its samples play the same episode.
             client: Your own client as package.module:Class, a subclass of openenv's EnvClient; empty: openenv's client
                 for every environment, which takes actions as dicts.
         """
@@ -45,8 +46,8 @@ class OpenEnvEnvironment:
         """Begins a session and returns the first observation."""
         self._client = self._make(base_url=self._base_url)
         await _CONNECTIONS.run(self._client.connect())
-        settings = {name: data.fields[name] for name in self._reset_fields if name in data.fields}
-        result = await _CONNECTIONS.run(self._client.reset(**settings))
+        settings = {name: _value_of(name, data) for name in self._reset_fields}
+        result = await _CONNECTIONS.run(self._client.reset(**{"seed": data.index, **settings}))
         return self._text(result.observation)
 
     async def step(self, action: str) -> tuple[str, float, bool]:
@@ -69,6 +70,13 @@ class OpenEnvEnvironment:
                 "observation_field=..."
             )
         return str(fields[self._observation_field])
+
+
+def _value_of(name: str, data: Prompt) -> Any:
+    values = {"answer": data.answer, **data.fields}
+    if name not in values:
+        raise ValueError(f"The record has no field {name!r} for reset_fields. It has {', '.join(values)}.")
+    return values[name]
 
 
 def _generic_client() -> Any:

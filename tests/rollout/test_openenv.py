@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from dataclasses import replace
 from datetime import date
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -96,6 +97,20 @@ def test_a_connection_is_served_while_the_loop_of_the_episodes_stands_still() ->
         await environment.close()
 
     asyncio.run(run())
+
+
+def test_samples_of_a_prompt_play_the_same_episode_unless_its_record_says_otherwise() -> None:
+    def settings(*fields: str) -> Any:
+        FakeClient.log.clear()
+        environment = OpenEnvEnvironment(base_url="", client=f"{__name__}:FakeClient", reset_fields=fields)
+        asyncio.run(environment.reset(replace(PROMPT, index=1, answer="4")))
+        return FakeClient.log[-1]
+
+    assert settings() == {"seed": 1}  # the prompt's index
+    assert settings("seed", "answer") == {"seed": 4, "answer": "4"}
+    assert settings("other") == {"seed": 1, "other": 1}
+    with pytest.raises(ValueError, match="no field 'sed' for reset_fields. It has answer, seed, other"):
+        settings("sed")
 
 
 def test_the_field_of_an_observation_is_checked_and_may_be_left_out() -> None:
