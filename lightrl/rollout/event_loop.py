@@ -1,4 +1,4 @@
-"""Event loops for users' code: that of all episodes, which lasts as long as the process, and others.
+"""Event loops for users' code: that of a thread's episodes, which lasts as long as the process, and others.
 
 Coroutines are run from code that is not async, even in a notebook, whose cells run inside a loop.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
-from functools import lru_cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -28,15 +28,15 @@ _PARTS = 20  # of a time limit
 
 
 def episodes_loop() -> asyncio.AbstractEventLoop:
-    """Returns the event loop of all episodes of this process, in training and evaluation.
+    """Returns the event loop of all episodes of this thread, in training and evaluation.
 
     A client that an environment or a tool keeps, such as an HTTP session, works on one loop only.
     """
-    return _loop_of(os.getpid())
+    return _loop_of(os.getpid(), threading.get_ident())
 
 
-@lru_cache(maxsize=1)
-def _loop_of(pid: int) -> asyncio.AbstractEventLoop:
+@cache
+def _loop_of(pid: int, thread: int) -> asyncio.AbstractEventLoop:
     loop = new_event_loop()
 
     def end() -> None:
@@ -50,14 +50,15 @@ def _loop_of(pid: int) -> asyncio.AbstractEventLoop:
 
 def run_episodes(main: Coroutine[Any, Any, Result]) -> Result:
     """Returns the result of the coroutine, run on the loop of the episodes. Tasks that it leaves behind are kept."""
-    return _in_a_thread(main, _run_on_kept_loop) if is_in_a_loop() else _run_on_kept_loop(main)
+    run_here = partial(_run_on_kept_loop, episodes_loop())  # of this thread, even if another thread runs it
+    return _in_a_thread(main, run_here) if is_in_a_loop() else run_here(main)
 
 
-def _run_on_kept_loop(main: Coroutine[Any, Any, Result]) -> Result:
+def _run_on_kept_loop(loop: asyncio.AbstractEventLoop, main: Coroutine[Any, Any, Result]) -> Result:
     try:
-        return run_until_done(episodes_loop(), main)
+        return run_until_done(loop, main)
     except BaseException:
-        run_until_done(episodes_loop(), _end_others())  # so that the episodes can clean up
+        run_until_done(loop, _end_others())  # so that the episodes can clean up
         raise
 
 

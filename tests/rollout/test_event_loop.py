@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 
 import pytest
@@ -267,3 +268,16 @@ async def stands_still() -> str:
 @pytest.mark.timeout(30)
 def test_time_in_which_the_loop_stands_still_does_not_count() -> None:
     assert asyncio.run(stands_still()) == "in time"
+
+
+def test_each_thread_has_a_loop_for_its_episodes() -> None:
+    """Two engines in threads of one process may both run episodes."""
+
+    async def loop_of_the_caller() -> asyncio.AbstractEventLoop:
+        await asyncio.sleep(0.2)
+        return asyncio.get_running_loop()
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = [pool.submit(run_episodes, loop_of_the_caller()) for _ in range(2)]
+        assert first.result() is not second.result()
+    assert run_episodes(loop_of_the_caller()) is run_episodes(loop_of_the_caller())
