@@ -145,13 +145,22 @@ class DynamicSampling:
     def state_dict(self) -> dict[str, Any]:
         """Returns the spare groups of all ranks as plain values and tensors; every rank calls it."""
         parts = self._comm.all_gather_object(self._spares)
-        spares = sorted((group for part in parts for group in part), key=_name)
-        return {"spares": [group_state(group) for group in spares]}
+        held = [(group, rank) for rank, part in enumerate(parts) for group in part]
+        held.sort(key=lambda pair: _name(pair[0]))
+        spares, ranks = [group_state(group) for group, _ in held], [rank for _, rank in held]
+        return {"spares": spares, "ranks": ranks, "world": self._comm.world}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Distributes the saved spare groups over the present ranks."""
-        spares = shard(state["spares"], self._comm.rank, self._comm.world)
-        self._spares = [group_from_state(item, self._prompts) for item in spares]
+        """Returns the saved spare groups to the ranks that had them; deals them out if there are other ranks now.
+
+        Sums of floating-point numbers depend on which rank has a group.
+        """
+        spares, rank, world = state["spares"], self._comm.rank, self._comm.world
+        if state.get("world") == world:  # missing in checkpoints of older versions
+            mine = [item for item, owner in zip(spares, state["ranks"], strict=True) if owner == rank]
+        else:
+            mine = shard(spares, rank, world)
+        self._spares = [group_from_state(item, self._prompts) for item in mine]
 
 
 def _name(group: ScoredGroup) -> tuple[int, int]:

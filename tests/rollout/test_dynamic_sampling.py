@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -242,3 +243,24 @@ def test_a_saved_state_goes_on_as_if_nothing_had_happened() -> None:
     assert (resumed._spares[0].samples[1].routing == 4).all()  # the experts of the second sample
     assert resumed.fill(1, script("", 1, asked)) == made.fill(1, script("", 1, asked))
     assert asked == []  # four were spare
+
+
+def test_spare_groups_return_to_the_ranks_that_had_them() -> None:
+    """Otherwise a resumed run would sum the same numbers in another order than the run without a pause."""
+    parts = [[group("good", 0, 0), group("good", 3, 0)], [], [group("good", 1, 0)]]
+
+    def on_rank(rank: int, world: int) -> DynamicSampling:
+        made, _ = sampling()
+        made._comm = SimpleNamespace(rank=rank, world=world, all_gather_object=lambda _: parts)  # type: ignore[assignment]
+        return made
+
+    def resumed(world: int, state: dict[str, Any]) -> list[list[int]]:
+        made = [on_rank(rank, world) for rank in range(world)]
+        for one in made:
+            one.load_state_dict(state)
+        return [[item.samples[0].position for item in one._spares] for one in made]
+
+    state = on_rank(0, 3).state_dict()
+    assert resumed(3, state) == [[0, 3], [], [1]]
+    assert resumed(2, state) == [[0, 3], [1]]
+    assert resumed(3, {"spares": state["spares"]}) == [[0], [1], [3]]  # of an older version
