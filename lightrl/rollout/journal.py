@@ -108,14 +108,14 @@ class Journal:
             return name == shared and int(place) > int(own)
         return isinstance(result, int) and isinstance(call, int) and result >= self.num_results
 
-    def versions_of_calls(self) -> list[Sequence[int]]:
-        """Returns the weight versions of each call's tokens; empty for a call that was given up.
+    def versions_of_calls(self) -> list[Sequence[int] | None]:
+        """Returns the weight versions of each call's tokens; None for a call that was given up.
 
         Calls for all siblings come last, in reverse order, so that the k-th of them has the index -k.
         """
         count = max((number for number in self.completions if isinstance(number, int)), default=-1) + 1
         numbers: list[Number] = [*range(count), *reversed(self.shared)]
-        return [self.completions[number].versions if number in self.completions else () for number in numbers]
+        return [self.completions[number].versions if number in self.completions else None for number in numbers]
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------
 

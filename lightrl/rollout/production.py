@@ -81,7 +81,8 @@ class Made:
 
     group: Running
     samples: list[Sample]
-    calls: list[list[Sequence[int]]]  # for each sample and each of its calls of the engine: the versions of the tokens
+    # For each sample and each of its calls of the engine: the versions of the tokens; None for a call given up.
+    calls: list[list[Sequence[int] | None]]
     failure: str = ""  # the first traceback of an episode that failed
 
 
@@ -238,7 +239,7 @@ class Production:
         group = ScoredGroup(samples=tuple(made.samples), rewards=tuple(rewards), step=step)
         if self.keeper is not None:
             (group,) = self.keeper.completed([group])
-        calls = [[segments(versions) for versions in calls] for calls in made.calls]
+        calls = [[segments(versions, made.group.version) for versions in calls] for calls in made.calls]
         message = {"groups": [group_state(group)], "statistics": statistics.take(), "calls": calls}
         return to_bytes({**message, "failure": made.failure})
 
@@ -324,6 +325,12 @@ class Production:
             self._requests[request] = group
 
 
-def segments(versions: Sequence[int]) -> list[list[int]]:
-    """Compresses the versions of tokens to runs, [version, number of tokens], in order."""
-    return [[version, len([*part])] for version, part in groupby(versions)]
+def segments(versions: Sequence[int] | None, start_version: int) -> list[list[int]]:
+    """Compresses the versions of a call's tokens to runs, [version, number of tokens], in order.
+
+    A call that was given up, None, has no run. One without a token, which an engine cuts before the placeholder of an
+    image, has the run [start_version, 0], where start_version is that of its group.
+    """
+    if versions is None:
+        return []
+    return [[version, len([*part])] for version, part in groupby(versions)] or [[start_version, 0]]

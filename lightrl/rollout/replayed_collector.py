@@ -11,6 +11,7 @@ from lightrl.config import RolloutConfig
 from lightrl.data.sampler import PromptSampler
 from lightrl.engines.base import Completion
 from lightrl.engines.colocated import ColocatedEngine
+from lightrl.engines.stop_strings import cut_to
 from lightrl.metrics import Statistics
 from lightrl.records import Prompt, Sample, ScoredGroup
 from lightrl.rollout.collector import Collector, Prompts, engine_prompt, sampling_of, seed_of_prompt
@@ -69,15 +70,19 @@ class ReplayedCollector:
     def _make(self, engine: ColocatedEngine, version: int) -> None:
         """Makes all tokens that belong to a version of the weights."""
         names: dict[int, _Name] = {}
+        without: set[_Name] = set()  # samples without a token, of which the engine only gives the prompt
         for group, sample, total in self._due(version):
             name = (group.ticket, sample.sample_index)
             seed, index = self._seed(group.ticket), sample.sample_index
-            params = replace(self._sampling, max_new_tokens=total, seed=seed, first_sample=index)
+            params = replace(self._sampling, max_new_tokens=max(1, total), seed=seed, first_sample=index)
             request = engine.submit(engine_prompt(self._prompt(group)), params, self._made.pop(name, None))
             names[request] = name
+            if not total:
+                without.add(name)
         while engine.has_unfinished():
             for completion in engine.step():
-                self._made[names[completion.request_id]] = completion
+                name = names[completion.request_id]
+                self._made[name] = cut_to(completion, 0, "length") if name in without else completion
 
     def _due(self, version: int) -> Iterator[tuple[RecordedGroup, RecordedSample, int]]:
         """Yields each sample with tokens of this version, and the length of the sample after these tokens."""

@@ -12,6 +12,7 @@ from typing import Any
 from lightrl.config import RolloutConfig
 from lightrl.engines.base import AnyPrompt, Completion, EngineGroup, SamplingParams, as_prompt
 from lightrl.engines.colocated import ColocatedEngine
+from lightrl.engines.stop_strings import cut_to
 from lightrl.records import Prompt, Sample, Status
 from lightrl.rollout.driver import Wish
 from lightrl.rollout.episode import Episode
@@ -42,7 +43,7 @@ class ReplayDriver(PhasedDriver):
     def play(self, journal: Journal, calls: _Calls, start: Any) -> None:
         """Begins an episode whose calls were recorded."""
         self._calls[journal.key] = calls
-        for version in (version for call in calls for version, _ in call):
+        for version in (version for call in calls for version, count in call if count):
             self._num_due[version] = self._num_due.get(version, 0) + 1
         self.begin(journal, start)
 
@@ -92,9 +93,12 @@ class ReplayDriver(PhasedDriver):
                 self._later.setdefault(version, []).append(future := self._loop.create_future())
                 await future
             total += count
-            made = await self._part(prompt, replace(params, max_new_tokens=total), made, journal.ticket)
+            asked = replace(params, max_new_tokens=max(1, total))
+            made = await self._part(prompt, asked, made, journal.ticket)
+            if not total:
+                return cut_to(made, 0, "length")  # a turn without a token, of which the engine only gives the prompt
             self._num_due[version] -= 1
-        assert made is not None, "a call has a token"
+        assert made is not None, "a call has a run"
         return made
 
     async def _part(

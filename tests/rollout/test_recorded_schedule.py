@@ -28,7 +28,7 @@ def group(ticket, *responses):
 
 def calls_of(made):
     """One call of the engine for each sample."""
-    return [[segments(sample.versions)] for sample in made.samples]
+    return [[segments(sample.versions, sample.start_version)] for sample in made.samples]
 
 
 def append(folder, step, *groups):

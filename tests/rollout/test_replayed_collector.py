@@ -82,7 +82,7 @@ def test_the_same_tokens_are_made_again(engine, tmp_path):
     assert any(len(set(sample.versions)) == 2 for sample in group.samples)
     log = ScheduleLog(tmp_path)
     log.append(0, [], [])
-    log.append(1, [group], [[[segments(sample.versions)] for sample in group.samples]])
+    log.append(1, [group], [[[segments(sample.versions, 0)] for sample in group.samples]])
     collector = replayed(engine, tmp_path)
     options = {"group_size": 2, "temperature": 1.0}
     engine.update_weights(weights(model, 0), 0)
@@ -96,12 +96,30 @@ def test_the_same_tokens_are_made_again(engine, tmp_path):
         collector.sample([], step=2, **options)
 
 
+def test_a_sample_without_a_token_is_made_again(engine, tmp_path):
+    """An engine cuts a sample before the placeholder of an image; here this is the first token of a sample."""
+    engine, model = engine
+    engine._placeholder_ids = {recorded(engine, model).samples[0].response_ids[0]}
+    engine.update_weights(weights(model, 0), 0)
+    group = recorded(engine, model)
+    assert group.samples[0].response_ids == ()
+    log = ScheduleLog(tmp_path)
+    log.append(0, [], [])
+    log.append(1, [group], [[[segments(sample.versions, 0)] for sample in group.samples]])
+    collector = replayed(engine, tmp_path)
+    samples = []
+    for step in range(2):
+        engine.update_weights(weights(model, step), step)
+        samples += collector.sample([], step=step, group_size=2, temperature=1.0)
+    assert [(s.response_ids, s.versions) for s in samples] == [(s.response_ids, s.versions) for s in group.samples]
+
+
 def test_other_weights_are_noticed(engine, tmp_path):
     engine, model = engine
     group = recorded(engine, model)
     log = ScheduleLog(tmp_path)
     log.append(0, [], [])
-    log.append(1, [group], [[[segments(sample.versions)] for sample in group.samples]])
+    log.append(1, [group], [[[segments(sample.versions, 0)] for sample in group.samples]])
     collector = replayed(engine, tmp_path)
     for step in range(2):
         engine.update_weights(weights(model, 60 * step + 90), step)

@@ -113,7 +113,7 @@ def record(engine, model, folder, workflow):
         ended |= driver.take_ended()
     driver.close()
     samples = tuple(collector.as_sample(job, ended[0, job.sample_index]) for job in jobs)
-    calls = [[segments(versions) for versions in journal.versions_of_calls()] for journal in journals]
+    calls = [[segments(versions, 0) for versions in journal.versions_of_calls()] for journal in journals]
     log = ScheduleLog(folder)
     log.append(0, [], [])
     group = ScoredGroup(samples=samples, rewards=(0.0, 0.0), step=1)
@@ -151,6 +151,18 @@ def test_work_for_all_siblings_is_done_again(engine, model, tmp_path):
     samples = replay(engine, model, schedule, TurnsAndSharedWork(2))
     for mine, wanted in zip(samples, group.samples, strict=True):
         assert (mine.response_ids, mine.versions, mine.own) == (wanted.response_ids, wanted.versions, wanted.own)
+
+
+def test_a_turn_without_a_token_is_played_again(engine, model, recorded, tmp_path):
+    """An engine cuts a turn before the placeholder of an image; here this is the first token of a second turn."""
+    first = recorded[0].samples[0]
+    engine._placeholder_ids = {first.response_ids[first.own.index(False) + 1]}
+    group, schedule = record(engine, model, tmp_path, Turns(3))
+    calls = [call for sample in schedule[1][0].samples for call in sample.calls]
+    assert ((0, 0),) in calls
+    samples = replay(engine, model, schedule, Turns(3))
+    assert [mine.response_ids for mine in samples] == [wanted.response_ids for wanted in group.samples]
+    assert [mine.versions for mine in samples] == [wanted.versions for wanted in group.samples]
 
 
 def test_episodes_that_ask_for_more_are_refused(engine, model, recorded):
