@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from lightrl.config import GRPOConfig, PPOConfig, RolloutConfig, exit_with_user_error, parse_config
@@ -95,7 +96,9 @@ def replay(arguments: Sequence[str]) -> int:
 
 
 def _repeating(kind: type[Replay], recorded: Path, config: RolloutConfig) -> Replay:
-    trainer = kind(config, recorded)
+    # By name, because that module imports trainers.
+    make: Any = resolve_name("lightrl.sharing.run:sharing")(kind) if config.share_prompts is True else kind
+    trainer: Replay = make(config, recorded=recorded)
     if config.may_share_prompts:  # as in the recorded run, where build_trainer() did it
         share_by_itself(trainer)
     return trainer

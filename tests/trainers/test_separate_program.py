@@ -237,8 +237,14 @@ LATE = ["--rollout.workflow", "tests.programs.episodes:Slow", "--rollout.late", 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "own",
-    [[], [*GAME, "--reward", "episode", "--max_new_tokens", "4"], LATE, ["--data.curriculum", "half_solved"], FILTER],
-    ids=["plain", "episodes", "late groups dropped", "curriculum", "filter"],
+    [
+        [],
+        [*GAME, "--reward", "episode", "--max_new_tokens", "4", "--share_prompts", "True"],
+        LATE,
+        ["--data.curriculum", "half_solved"],
+        FILTER,
+    ],
+    ids=["plain", "episodes, shared prompts", "late groups dropped", "curriculum", "filter"],
 )
 def test_a_run_that_generates_while_it_learns_can_be_repeated(
     own: list[str], toy_flags: list[str], tmp_path: Path
@@ -255,6 +261,7 @@ def test_a_run_that_generates_while_it_learns_can_be_repeated(
     for one, other in zip(first, rows(again), strict=True):
         assert has_rejected or one["reward/mean"] == other["reward/mean"]
         assert one["rollout/staleness"] == other["rollout/staleness"]
+        assert ("tokens/computed_share" in one) == ("tokens/computed_share" in other)
         assert math.isclose(one["loss"], other["loss"], rel_tol=1e-4, abs_tol=1e-5)
         assert math.isclose(one["grad_norm"], other["grad_norm"], rel_tol=1e-3)
 
