@@ -21,6 +21,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any, Literal, TypeVar, cast
 
 from lightrl.algorithms.ranges import check_values
@@ -139,6 +140,8 @@ def load(kind: Kind, name: str, parameters: Parameters | None = None) -> Callabl
 
 def find(kind: Kind, name: str) -> Callable[..., Any]:
     """Loads a function by name or path, without binding parameters."""
+    if name in BUILTIN[kind]:
+        return cast(Callable[..., Any], resolve_name(BUILTIN[kind][name]))
     function: Any = load_object(name, builtin=BUILTIN[kind], what=kind, example=f"my_{kind}")
     if not callable(function):
         raise ValueError(f"The {kind} {name!r} is a {type(function).__name__}: it must be a function.")

@@ -12,7 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar
+from pkgutil import resolve_name
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
@@ -288,13 +289,20 @@ def create_engine(
         source: the trainer's unwrapped model.
         group: the ranks that drive the engine together; None means this rank alone.
     """
-    factory = name if callable(name) else load_object(name, builtin=BUILTIN_ENGINES, what="engine", example="MyEngine")
-    if isinstance(factory, type):
-        _check_class(str(name), factory)
+    builtin = BUILTIN_ENGINES.get(name) if isinstance(name, str) else None
+    factory = _own_factory(name) if builtin is None else resolve_name(builtin)
     engine = factory(source=source, tokenizer=tokenizer, options=options, device=device, group=group or EngineGroup())
     if not isinstance(engine, InferenceEngine):
         raise ValueError(f"Engine {name!r} made a {type(engine).__name__}, which is not a lightrl InferenceEngine.")
     return engine
+
+
+def _own_factory(name: Factory) -> Callable[..., InferenceEngine]:
+    """Returns a user's factory or class; raises ValueError for a class that cannot be an engine."""
+    factory = name if callable(name) else load_object(name, builtin=BUILTIN_ENGINES, what="engine", example="MyEngine")
+    if isinstance(factory, type):
+        _check_class(str(name), factory)
+    return cast(Callable[..., InferenceEngine], factory)
 
 
 def create_recording_engine(name: Factory, **parts: Any) -> InferenceEngine:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, cast
 
 from lightrl.config import JudgeConfig, RolloutConfig, declared_type, fits, named_values, nearest_name
@@ -256,7 +257,7 @@ def load_reward(name: str, parameters: Mapping[str, Any] | None = None) -> AnyRe
     A class is constructed with the parameters; they are bound to the keyword-only parameters of a function. Values that
     are texts are converted to the declared type.
     """
-    reward = _from_file(name) if ".py" in name else _from_module(name)
+    reward = resolve_name(BUILTIN_REWARDS[name]) if name in BUILTIN_REWARDS else _own_reward(name)
     if not callable(reward):
         raise _not_a_function(name, reward)
     given = _checked_parameters(name, reward, parameters or {})
@@ -265,17 +266,15 @@ def load_reward(name: str, parameters: Mapping[str, Any] | None = None) -> AnyRe
     return cast(AnyReward, partial(reward, **given) if given else reward)
 
 
-def _from_module(name: str) -> Any:
-    example = "my_reward or path/to/file.py:my_reward"
-    return load_object(name, builtin=BUILTIN_REWARDS, what="reward", example=example)
-
-
-def _from_file(name: str) -> Any:
-    """Loads the reward if its name may be that of a file."""
+def _own_reward(name: str) -> Any:
+    """Loads a user's reward from a file or a module."""
     if name.endswith(".py") and Path(name).is_file():
         raise _no_function_named(Path(name))
     file, _, function_name = name.rpartition(":")
-    return _load_from_file(Path(file), function_name) if file.endswith(".py") else _from_module(name)
+    if file.endswith(".py"):
+        return _load_from_file(Path(file), function_name)
+    example = "my_reward or path/to/file.py:my_reward"
+    return load_object(name, builtin=BUILTIN_REWARDS, what="reward", example=example)
 
 
 def _no_function_named(file: Path) -> ValueError:

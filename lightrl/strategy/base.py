@@ -15,7 +15,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from pkgutil import resolve_name
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -418,11 +419,13 @@ def create_strategy(config: RunConfig | Any, kind: type[StrategyBase] | None = N
 
 
 def strategy_class(name: str) -> type[StrategyBase]:
-    """Returns the class for a name or a package.module:Class path; built-in strategies are imported the same way."""
+    """Returns the class for a built-in name, or for package.module:Class, which must be a subclass that can run."""
     if name == "auto":
         name = "single" if int(os.environ.get("WORLD_SIZE", "1")) == 1 else "fsdp"
-    kind: Any = load_object(name, builtin=BUILTIN_STRATEGIES, what="strategy", example="MyStrategy")
-    return kind if name in BUILTIN_STRATEGIES else checked_class(name, kind, StrategyBase)
+    if name in BUILTIN_STRATEGIES:
+        return cast("type[StrategyBase]", resolve_name(BUILTIN_STRATEGIES[name]))
+    own = load_object(name, builtin=BUILTIN_STRATEGIES, what="strategy", example="MyStrategy")
+    return checked_class(name, own, StrategyBase)
 
 
 # ---- Parts -------------------------------------------------------------------------------------------------------
