@@ -70,7 +70,7 @@ def grpo(samples: ScoredSamples, *, normalize_std: bool = True, eps: NotNegative
     advantages = rewards.double() - groups.means(rewards)
     if normalize_std:
         advantages = advantages / (groups.stds(rewards) + eps)
-    return _where_signal(advantages, samples)
+    return _where_signal(advantages, groups, rewards)
 
 
 @advantage(min_group=2)
@@ -85,7 +85,7 @@ def rloo(samples: ScoredSamples) -> Tensor:
     groups, rewards = samples.groups, samples.scores
     num_others = groups.num_others()
     others = groups.sums(rewards)[groups.member_of] - rewards.double()
-    return _where_signal(rewards.double() - others / num_others.clamp(min=1), samples)
+    return _where_signal(rewards.double() - others / num_others.clamp(min=1), groups, rewards)
 
 
 @advantage()
@@ -122,7 +122,7 @@ def opo(samples: ScoredSamples) -> Tensor:
     groups, rewards = samples.groups, samples.scores
     lengths = samples.lengths.double()
     baseline = groups.sums(lengths * rewards) / groups.sums(lengths).clamp(min=1)
-    return _where_signal(rewards.double() - baseline[groups.member_of], samples)
+    return _where_signal(rewards.double() - baseline[groups.member_of], groups, rewards)
 
 
 @advantage(needs="signal_share", min_group=2)
@@ -221,10 +221,9 @@ def _pass_at_k_values(size: int, num_wrong: int, k: int) -> tuple[float, float]:
     return (failure - failure_with_a_wrong_one) / deviation, failure / deviation
 
 
-def _where_signal(advantages: Tensor, samples: ScoredSamples) -> Tensor:
+def _where_signal(advantages: Tensor, groups: Groups, rewards: Tensor) -> Tensor:
     """Sets groups of equal rewards to exactly 0: the floating-point mean of, say, seven times 0.1 is not 0.1."""
-    rewards = samples.scores
-    return torch.where(samples.groups.has_signal(rewards), advantages, 0.0).to(rewards.dtype)
+    return torch.where(groups.has_signal(rewards), advantages, 0.0).to(rewards.dtype)
 
 
 def _signal_share(samples: ScoredSamples, estimator: str) -> float:

@@ -221,15 +221,12 @@ class PolicyObjective(PolicyLoss):
             lengths=_doubles(e.is_trained * sum(s.num_own for s in (e.sample, *e.sample.branches)) for e in kept),
             baselines=None if baselines is None else _doubles(baselines),
         )
-        advantages = self._estimated(scored, comm, kept).tolist()
-        return [replace(item, advantage=advantage) for item, advantage in zip(kept, advantages, strict=True)]
-
-    def _estimated(self, scored: ScoredSamples, comm: Comm, experience: Sequence[Experience]) -> Tensor:
-        """Returns the advantages, [B] float64, whitened over all ranks if the estimator asks for it."""
         if self.traits.needs:
-            scored = self._with_needed(scored, comm, experience)
-        advantages = self._estimate(scored).double() if len(scored.rewards) else scored.rewards
-        return self._whitened(advantages, scored, comm) if self.traits.whiten else advantages
+            scored = self._with_needed(scored, comm, kept)
+        advantages = self._estimate(scored).double() if kept else scored.rewards
+        if self.traits.whiten:  # over all ranks, including those without samples
+            advantages = self._whitened(advantages, scored, comm)
+        return [replace(item, advantage=amount) for item, amount in zip(kept, advantages.tolist(), strict=True)]
 
     def _with_needed(self, scored: ScoredSamples, comm: Comm, experience: Sequence[Experience]) -> ScoredSamples:
         if "signal_share" in self.traits.needs:
