@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -71,9 +71,7 @@ class GRPOTrainer(Trainer):
         self.updates = PolicyUpdates(self.run, self.statistics)
         self.batches = describe_batches(config, self.strategy.comm.world)
         self.saved |= {"sampler": self.prompts.sampler, "coefficients": self.objective.coefficients}
-        self.draw: Callable[[], list[ScoredGroup]] = lambda: self.roll_out(config.num_prompts)
-        if config.dynamic_sampling.enabled:
-            self.draw = self._draw_until_full()
+        self.dynamic_sampling = self._dynamic_sampling() if config.dynamic_sampling.enabled else None
 
         with self.strategy.comm.phase("loading the model", local=True):
             policy = load_start_policy(self.run)
@@ -93,6 +91,12 @@ class GRPOTrainer(Trainer):
         experience = self.learn_from(groups)
         sync_engine(self)
         return self.report(experience)
+
+    def draw(self) -> list[ScoredGroup]:
+        """Samples and scores the groups of a step; dynamic sampling goes on until enough of them give a signal."""
+        if self.dynamic_sampling is not None:
+            return self.dynamic_sampling.fill(self.step_index, self.roll_out)
+        return self.roll_out(self.config.num_prompts)
 
     def roll_out(self, count: int, first: int = 0) -> list[ScoredGroup]:
         """Samples and scores groups for the step's next `count` prompts, whose positions begin at `first`."""
@@ -207,8 +211,8 @@ class GRPOTrainer(Trainer):
             fix_for_run(self.run, teacher)
         return self.strategy.prepare_frozen(teacher)
 
-    def _draw_until_full(self) -> Callable[[], list[ScoredGroup]]:
-        """Returns the sampler that rolls out prompts until enough groups give a signal."""
+    def _dynamic_sampling(self) -> DynamicSampling:
+        """Makes what rolls out prompts until enough groups give a signal; checkpoints hold its state."""
         sampling = DynamicSampling(
             self.config.dynamic_sampling,
             prompts=self.prompts.train,
@@ -218,7 +222,7 @@ class GRPOTrainer(Trainer):
         )
         sampling.hear(self.rewards)
         self.saved["dynamic_sampling"] = sampling
-        return lambda: sampling.fill(self.step_index, self.roll_out)
+        return sampling
 
     def _without_overlong(self, experience: list[Experience]) -> list[Experience]:
         """Lowers the rewards of overlong responses and excludes responses that were cut off, as the options ask."""

@@ -124,6 +124,26 @@ def test_further_prompts_of_a_step_take_its_next_positions(trainer: GRPOTrainer)
     assert [position for position, _ in trainer.prompts.draw(3, first=2)] == [2, 3, 4]
 
 
+def test_a_step_is_drawn_once_unless_dynamic_sampling_fills_it(
+    trainer: GRPOTrainer, groups: list[ScoredGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without dynamic sampling, one call asks for all prompts; with it, the sampler decides on the calls."""
+    asked: list[int] = []
+
+    def roll_out(count: int, first: int = 0) -> list[ScoredGroup]:
+        asked.append(count)
+        return groups
+
+    monkeypatch.setattr(trainer, "roll_out", roll_out)
+    monkeypatch.setattr(trainer.dynamic_sampling, "fill", lambda step, sample: [*sample(step + 1), *sample(2)])
+    monkeypatch.setattr(trainer, "step_index", 4)
+    assert trainer.draw() == [*groups, *groups]
+    assert asked == [5, 2]
+    monkeypatch.setattr(trainer, "dynamic_sampling", None)
+    assert trainer.draw() == groups
+    assert asked == [5, 2, trainer.config.num_prompts]
+
+
 def test_length_shapes_the_reward_and_truncation_hides_the_sample(
     trainer: GRPOTrainer, groups: list[ScoredGroup]
 ) -> None:
