@@ -6,6 +6,7 @@ import importlib.util
 import re
 import sys
 from pathlib import Path
+from pkgutil import resolve_name
 from types import ModuleType
 
 import pytest
@@ -82,3 +83,12 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
     run_program(command, timeout_s=240, cwd=ROOT)
     assert "StrategyBase" in (tmp_path / "site" / "reference" / "strategy" / "index.html").read_text()
+
+
+def test_the_way_through_a_plain_run_names_functions_that_there_are() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| [^|]+ \| `([\w.]+)` \| `(lightrl/[\w/]+\.py)` \|$", page, re.MULTILINE)
+    assert len(rows) > 15
+    for name, file in rows:
+        module = file.removesuffix(".py").replace("/", ".")
+        assert callable(resolve_name(f"{module}:{name}"))

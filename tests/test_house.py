@@ -9,18 +9,24 @@ from types import ModuleType
 
 import pytest
 
+from lightrl import comm, seeding
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.fixture(scope="module")
-def house() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("house", ROOT / "benchmarks" / "house.py")
+def benchmark(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def house() -> ModuleType:
+    return benchmark("house")
 
 
 def test_no_file_is_longer_than_a_reader_can_hold(house: ModuleType) -> None:
@@ -67,6 +73,17 @@ def test_a_plain_run_stays_short_to_read(house: ModuleType) -> None:
 
 def test_a_cycle_is_a_group_that_reaches_itself(house: ModuleType) -> None:
     assert house.cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == [["b", "c"]]
+
+
+def test_functions_are_listed_in_the_order_of_their_first_call() -> None:
+    outer, inner, deepest, imported = (
+        function.__code__ for function in (seeding.mix_seed, seeding.prefix_state, seeding.uniform_array, comm.connect)
+    )
+    lines = benchmark("reach").in_order({imported: -1, outer: 0, inner: 1, deepest: 2}, deepest=1)
+    assert lines == [
+        f"mix_seed  seeding.py:{outer.co_firstlineno}",
+        f"  prefix_state  seeding.py:{inner.co_firstlineno}",
+    ]
 
 
 def test_equal_passages_are_reported_once(house: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
