@@ -86,13 +86,18 @@ def tensor_parallel_plan(config: Any) -> dict[str, str]:
     found: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     plan = {name: way for name, way in found.items() if way != _STAYS_WHOLE}
     unknown = sorted(set(plan.values()) - set(_STYLES))
-    if not plan or unknown:
-        reason = f"it has layers cut as {', '.join(unknown)}" if unknown else "transformers has no plan for it"
-        raise ValueError(
-            f"--tp_size cannot cut a model of type {config.model_type!r}: {reason}. It cuts dense models such as "
-            "Llama, Mistral, Qwen2 and Qwen3; use --tp_size 1 for this one."
-        )
-    return plan
+    if unknown:
+        reason = f"it has layers cut as {', '.join(unknown)}"
+    elif not plan:
+        reason = "transformers has no plan for it"
+    elif getattr(config, "intermediate_size", None) is None:  # GPT-J and CodeGen, which have a plan since 5.24
+        reason = "its config has no intermediate_size, the width of its MLPs"
+    else:
+        return plan
+    raise ValueError(
+        f"--tp_size cannot cut a model of type {config.model_type!r}: {reason}. It cuts dense models such as "
+        "Llama, Mistral, Qwen2 and Qwen3; use --tp_size 1 for this one."
+    )
 
 
 def cut_projections(decoder: Any, mesh: DeviceMesh) -> None:
