@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lightrl.engines.native.cache import RowCache
+from lightrl.engines.native.cache import RowCache, cache_name
 from lightrl.engines.native.engine import NativeEngine, build_native_engine
 from lightrl.engines.native.forward import FusedForward, ModelRunner, RMSNorm, SampleState
 from lightrl.engines.native.modules import ModuleForward
@@ -45,6 +45,7 @@ class ExactModules(ModuleForward):
         super().__init__(model, decoder)
         decoder.set_attn_implementation(ENGINE_ATTENTION)
         config = model.config.get_text_config()
+        self._decoder_takes = cache_name(model.get_decoder().forward)
         self._scale, self._softcap = logit_scale(config, model.config.model_type), softcap_of(config)
 
     def prefill(self, ids: Tensor, last: Tensor, cache: RowCache) -> Tensor:
@@ -59,7 +60,8 @@ class ExactModules(ModuleForward):
 
     def _hidden(self, ids: Tensor, positions: Tensor, cache: RowCache) -> Tensor:
         decoder: Any = self._model.get_decoder()
-        hidden: Tensor = decoder(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)[0]
+        held = {self._decoder_takes: cache}
+        hidden: Tensor = decoder(input_ids=ids, position_ids=positions, use_cache=True, **held)[0]
         return hidden
 
     def _logits(self, hidden: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ Transformers sees it as a `Cache`; the effect of `update` depends on the phase t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +19,19 @@ from lightrl.engines.native.row_parts import RowPart
 
 _LINE = 16  # fp32 positions per cache line
 _STEP = 2 * _LINE  # storage grows in multiples of this
+_NAMES = ("cache", "past_key_values", "cache_params")  # transformers 5.24 has the first, and until 5.40 the others too
 _STEP_READ = 8  # decoding reads in multiples of this: larger ones waste memory bandwidth, its bottleneck
 
 
 def round_up(value: int, multiple: int = _STEP) -> int:
     """Returns the smallest multiple that is not below the value."""
     return -(-value // multiple) * multiple
+
+
+def cache_name(forward: Callable[..., Any]) -> str:
+    """Returns the name of the argument in which the forward of a transformers model takes its cache."""
+    parameters = inspect.signature(forward).parameters
+    return next((name for name in _NAMES if name in parameters), _NAMES[0])
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from lightrl.engines.native.cache import RowCache
+from lightrl.engines.native.cache import RowCache, cache_name
 from lightrl.models.multimodal import decoder_inputs, join_vision
 from lightrl.records import EncodedPrompt
 
@@ -36,6 +36,7 @@ class ModuleForward:
         AttentionMaskInterface.register(NATIVE_ATTENTION, native_mask)
         decoder.set_attn_implementation(NATIVE_ATTENTION)
         self._model, self._decoder = model, decoder
+        self._cache_name = cache_name(model.forward)
         attentions: list[Any] = [item for item in decoder.modules() if type(item).__name__ == "Llama4TextAttention"]
         self._scaled = [module for module in attentions if module.attn_temperature_tuning and not module.use_rope]
 
@@ -60,7 +61,8 @@ class ModuleForward:
         vision = join_vision(encoded, range(0, num_prompts * width, width))
         inputs = decoder_inputs(self._model, ids, vision.to(ids.device) if vision else None)
         positions = positions.to(ids.device)
-        hidden: Tensor = self._decoder(position_ids=positions, past_key_values=cache, use_cache=True, **inputs)[0]
+        inputs[cache_name(self._decoder.forward)] = cache
+        hidden: Tensor = self._decoder(position_ids=positions, use_cache=True, **inputs)[0]
         logits: Tensor = self._model.get_output_embeddings()(hidden[torch.arange(num_prompts, device=ids.device), last])
         return logits
 
@@ -71,9 +73,9 @@ class ModuleForward:
             return self._run(tokens[:, None], rope[..., None], cache)[:, -1]
 
     def _run(self, ids: Tensor, positions: Tensor, cache: RowCache) -> Tensor:
-        logits: Tensor = self._model(
-            input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, return_dict=True
-        ).logits
+        held = {self._cache_name: cache}
+        output = self._model(input_ids=ids, position_ids=positions, use_cache=True, return_dict=True, **held)
+        logits: Tensor = output.logits
         return logits
 
     @contextmanager

@@ -19,14 +19,13 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from lightrl.engines.native.cache import LayerStorage
+from lightrl.engines.native.cache import LayerStorage, cache_name
 from lightrl.engines.native.row_parts import RowPart
 from lightrl.models.per_sequence import leave_weights_alone
 
 logger = logging.getLogger(__name__)
 
-# The names under which models take and return their cache.
-_CACHE_NAMES = ("past_key_values", "cache_params", "state", "mems")
+_STATE_NAMES = ("state", "mems")  # under which RWKV and XLNet take and return what others have in a cache
 
 
 @dataclass
@@ -109,6 +108,7 @@ class OwnCacheForward:
         self._model = model
         self._recomputes = recomputes
         self._parameters = inspect.signature(model.forward).parameters
+        self._cache_name = cache_name(model.forward)
         self.begin_row: Callable[[int], None] = lambda row: None  # called before a row decodes
 
     def prefill(self, ids: Tensor, last: Tensor, cache: SampleCaches) -> Tensor:
@@ -147,9 +147,10 @@ class OwnCacheForward:
         if self._recomputes:
             return self._model(**inputs).logits[0, -1], None
         output = self._model(**inputs, **(state or {}))
-        state = {name: kept for name in _CACHE_NAMES if (kept := getattr(output, name, None)) is not None} or state
+        names = (self._cache_name, *_STATE_NAMES)
+        state = {name: kept for name in names if (kept := getattr(output, name, None)) is not None} or state
         if state is None:  # it makes a cache but does not return it
-            state = {"past_key_values": DynamicCache(config=self._model.config.get_text_config())}
+            state = {self._cache_name: DynamicCache(config=self._model.config.get_text_config())}
             output = self._model(**inputs, **state)
         return output.logits[0, -1], state
 

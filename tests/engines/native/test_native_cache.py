@@ -1,15 +1,27 @@
+import inspect
 import weakref
 from contextlib import nullcontext
 
 import pytest
 import torch
 
-from lightrl.engines.native.cache import LayerStorage, RowCache, round_up
+from lightrl.engines.native.cache import LayerStorage, RowCache, cache_name, round_up
 from lightrl.engines.native.row_parts import RowPart
 
 
 def test_round_up():
     assert [round_up(value) for value in (1, 32, 33)] == [32, 32, 64]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("cache", "cache"), ("past_key_values", "past_key_values"), ("mems", "cache")]
+)
+def test_a_model_gets_its_cache_by_the_name_that_its_version_of_transformers_has(name, expected):
+    def forward(input_ids, **kwargs): ...
+
+    names = [inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY) for each in ("input_ids", name)]
+    forward.__signature__ = inspect.Signature(names)  # what a decorator of transformers leaves
+    assert cache_name(forward) == expected
 
 
 def filled_cache():

@@ -1,15 +1,19 @@
 import copy
+import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny_hybrids import FAMILIES, own_logprobs
 from torch import nn
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from lightrl.engines.base import SamplingParams
+from lightrl.engines.native.cache import RowCache, cache_name
 from lightrl.engines.native.engine import NativeEngine
 from lightrl.engines.native.modules import ModuleForward, decode_attention, native_attention, native_mask
+from lightrl.engines.native.own_cache import OwnCacheForward, SampleCaches
 
 CPU = torch.device("cpu")
 
@@ -81,3 +85,35 @@ def test_queries_of_llama_4_are_scaled_by_the_position_of_their_own_row():
         expected = own_logprobs(reference, item.prompt_token_ids, item.output_token_ids)
         assert_close(torch.tensor(item.logprobs), expected, atol=2e-5, rtol=0)
     assert type(engine._runner.forward_in_use) is ModuleForward
+
+
+def renamed(plain):
+    """The forward as since transformers 5.24: it takes and returns its cache as `cache`, and knows no other name."""
+    name = cache_name(plain)
+
+    def forward(input_ids, position_ids, use_cache, return_dict, cache=None, logits_to_keep=0):
+        output = plain(input_ids, position_ids=position_ids, use_cache=use_cache, **{name: cache})
+        return SimpleNamespace(logits=output.logits, cache=output[name])
+
+    return forward
+
+
+@pytest.mark.parametrize("forward", ["rows", "own"])
+def test_a_model_that_calls_its_cache_by_the_new_name_is_run_alike(forward):
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+    model = LlamaForCausalLM(config).eval()
+    whole = model(torch.tensor([[5, 7, 9]])).logits[0]
+    model.forward = renamed(model.forward)
+    if forward == "rows":
+        ours, cache = ModuleForward(model, model), RowCache()
+    else:
+        ours, cache = OwnCacheForward(model, recomputes=False), SampleCaches()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)  # which the old names have there
+        cache.reserve(1, 8, 1, 8)
+        cache.begin_prefill(torch.tensor([0]), torch.tensor([0]))
+        first = ours.prefill(torch.tensor([[5, 7]]), torch.tensor([1]), cache)
+        cache.begin_decode(torch.tensor([2]), 2, 2)
+        second = ours.decode(torch.tensor([9]), torch.tensor([2]), cache)
+    assert_close(torch.cat([first, second]), whole[1:], atol=1e-6, rtol=0)
