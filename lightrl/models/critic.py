@@ -78,10 +78,6 @@ class Critic(nn.Module):
         values, final_values = _values(self.value_head, hidden, batch, self.sequence_group)
         return StateValues(values=values, final_values=final_values)
 
-    def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
-        """Turns on gradient checkpointing in the body."""
-        self.body.gradient_checkpointing_enable(**kwargs)
-
     def save_pretrained(self, path: str | Path, state_dict: Mapping[str, Tensor]) -> None:
         """Writes the body as a Hugging Face folder, with the head beside it; load_critic() reads both."""
         body = {name.removeprefix(_BODY): value for name, value in state_dict.items() if name.startswith(_BODY)}

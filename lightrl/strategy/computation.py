@@ -105,10 +105,11 @@ def enable_gradient_checkpointing(model: Any) -> None:
     """Makes a transformers model recompute activations in the backward; refuses other models that train."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return
-    if not hasattr(model, "gradient_checkpointing_enable"):
-        raise ValueError(f"--gradient_checkpointing needs a transformers model, not {type(model).__name__}.")
+    body = getattr(model, "body", model)  # a critic's
     options = {"use_reentrant": False}
-    if hasattr(model, "activation_checkpointing_enable"):  # since transformers 5.24, which warns about the old name
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    if hasattr(body, "activation_checkpointing_enable"):  # since transformers 5.24, which has the old name until 6
+        body.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    elif hasattr(body, "gradient_checkpointing_enable"):
+        body.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        raise ValueError(f"--gradient_checkpointing needs a transformers model, not {type(model).__name__}.")

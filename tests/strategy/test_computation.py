@@ -15,6 +15,7 @@ from torch.testing import assert_close
 
 from lightrl.config import GRPOConfig, LoraConfig, StrategyOptions, parse_config
 from lightrl.models import lora
+from lightrl.models.critic import Critic, ValueHead
 from lightrl.strategy import create_strategy
 from lightrl.strategy.computation import (
     check_compiler,
@@ -53,6 +54,24 @@ def train_steps(strategy: SingleStrategy, policy: nn.Module) -> list[tuple[float
         result = train(strategy, policy, step)
         found.append((result.loss, result.grad_norm))
     return found
+
+
+def test_checkpointing_has_the_name_of_the_installed_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """5.24 warns about the old name, for the body of a critic too."""
+    called = []
+    monkeypatch.setattr(
+        transformers.PreTrainedModel,
+        "activation_checkpointing_enable",
+        lambda model, activation_checkpointing_kwargs: called.append((model, activation_checkpointing_kwargs)),
+        raising=False,
+    )
+    body = transformers.LlamaModel(transformers.LlamaConfig(**SHAPE))
+    critic = Critic(body, ValueHead(SHAPE["hidden_size"]))
+    enable_gradient_checkpointing(critic)
+    enable_gradient_checkpointing(body)
+    assert called == [(body, {"use_reentrant": False})] * 2
+    with pytest.raises(ValueError, match="--gradient_checkpointing needs a transformers model, not Linear"):
+        enable_gradient_checkpointing(nn.Linear(1, 1))
 
 
 def num_graphs() -> int:
