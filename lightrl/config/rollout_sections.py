@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightrl.config.options import option, section
+from lightrl.config.options import check_needed, option, section
 from lightrl.config.sections import CodeConfig, JudgeConfig
 from lightrl.config.temperatures import check_temperatures
 
@@ -256,6 +256,9 @@ class EvalConfig(EvalScheduleConfig):
     majority: bool = False
     """Report maj@N for --eval.n N: the accuracy of the answer that most of the N samples of a prompt give. Rewards
     exact_match, last_number, math and reasoning_gym read answers, and one of your own with answer_of(sample)."""
+    majority_k: tuple[int, ...] = option((), at_least=1, check=lambda config: _check_majority_k(config))
+    """Report maj@k for these k, too: the accuracy of the answer that most of k samples of a prompt give, averaged over
+    all choices of k of the n samples."""
     source_field: str = ""
     """Field of a line that names the source of its prompt, such as source; the metrics are then also reported for each
     source."""
@@ -275,9 +278,19 @@ class EvalConfig(EvalScheduleConfig):
         if "maj@" in self.best and not self.majority:
             raise ValueError(f"--eval.best {self.best} is not evaluated: give --eval.majority True.")
         kind, _, number = self.best_metric.rpartition("/")[2].partition("@")
-        options = {"pass": ("--eval.k", self.k), "avg": ("--eval.n", (self.n,)), "maj": ("--eval.n", (self.n,))}
+        options = {"pass": ("--eval.k", self.k), "avg": ("--eval.n", (self.n,))}
+        options["maj"] = ("--eval.majority_k", (self.n, *self.majority_k))
         if kind in options and number not in map(str, options[kind][1]):
             raise ValueError(f"--eval.best {self.best} is not evaluated: give {options[kind][0]} {number}.")
+
+
+def _check_majority_k(config: EvalConfig) -> None:
+    check_needed("eval.majority_k", "eval.majority", config)
+    if config.n < max(config.majority_k):
+        raise ValueError(
+            f"--eval.majority_k {max(config.majority_k)} needs as many samples of a prompt, and --eval.n is "
+            f"{config.n}: raise it."
+        )
 
 
 _ANSWERING = ("exact_match", "last_number", "math", "reasoning_gym")  # built-in rewards that read answers

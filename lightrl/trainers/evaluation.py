@@ -28,11 +28,11 @@ _NUM_SHOWN = 3  # number of responses shown on the terminal
 
 
 class MajorityVotes(Observer):
-    """Lets the evaluations of a trainer that samples on its own ranks report maj@N (--eval.majority)."""
+    """Lets the evaluations of a trainer that samples on its own ranks report maj@k (--eval.majority)."""
 
     def __init__(self, trainer: Any) -> None:
         if isinstance(trainer.collector, Collector):  # otherwise the collector that it asks does it
-            add_majority(trainer.collector, trainer.rewards, trainer.strategy.comm)
+            add_majority(trainer.collector, trainer.rewards, trainer.strategy.comm, trainer.config.eval.majority_k)
 
 
 class Evaluator(Trainer):
@@ -62,7 +62,7 @@ class Evaluator(Trainer):
         self.model = self.strategy.prepare_frozen(policy)
         self.collector = start_engine(self.run, self.model, self.rewards)
         if config.eval.majority:
-            add_majority(self.collector, self.rewards, self.strategy.comm)
+            add_majority(self.collector, self.rewards, self.strategy.comm, config.eval.majority_k)
         self.responses: list[dict[str, Any]] = []  # samples of the last evaluation, on rank 0
 
     def step(self) -> NoReturn:

@@ -43,7 +43,7 @@ class Replay(Trainer):
         if config.rollout.max_token_staleness:
             self.updates = YoungUpdates(self.run, self.statistics)
         if config.eval.majority:
-            add_majority(self.collector, self.rewards, self.strategy.comm)
+            add_majority(self.collector, self.rewards, self.strategy.comm, config.eval.majority_k)
         make = ReplayedCollector if self.run.workflow is None else ReplayedEpisodes
         self.collector = make(self.collector, self.strategy, schedule, config=config, prompts=self.prompts.train)
 

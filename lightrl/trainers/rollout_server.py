@@ -61,7 +61,7 @@ class RolloutServer:
             self._start_engine()
             self.collector = self._make_collector()
             if config.eval.majority:
-                add_majority(self.collector, self.rewards, self.strategy.comm)
+                add_majority(self.collector, self.rewards, self.strategy.comm, config.eval.majority_k)
             self.production = self._make_production() if config.rollout.max_staleness else None
         except Exception as error:
             self.link.peers.report(error)

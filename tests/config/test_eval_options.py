@@ -15,6 +15,16 @@ def test_options_that_contradict_are_told() -> None:
         GRPOConfig(eval=EvalConfig(n=4, temperature=0.0))
     with pytest.raises(ValueError, match="--eval.k is"):
         GRPOConfig(eval=EvalConfig(n=4, k=(0,)))
+    with pytest.raises(ValueError, match="--eval.majority_k 8 needs as many samples of a prompt, and --eval.n is 4"):
+        GRPOConfig(eval=EvalConfig(n=4, majority=True, majority_k=(2, 8)))
+    with pytest.raises(ValueError, match="--eval.majority_k does nothing without --eval.majority"):
+        GRPOConfig(eval=EvalConfig(n=4, majority_k=(2,)))
+    with pytest.raises(ValueError, match="--eval.majority_k is"):
+        GRPOConfig(eval=EvalConfig(n=4, majority=True, majority_k=(0,)))
+    with pytest.raises(ValueError, match="eval/maj@3 is not evaluated: give --eval.majority_k 3"):
+        GRPOConfig(eval=EvalConfig(n=4, majority=True, majority_k=(2,), best="eval/maj@3"))
+    for best in ("eval/maj@2", "eval/maj@4"):
+        GRPOConfig(eval=EvalConfig(n=4, majority=True, majority_k=(2,), best=best))
 
 
 @pytest.mark.parametrize(

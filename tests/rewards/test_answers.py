@@ -98,7 +98,7 @@ def test_without_answers_there_is_no_vote() -> None:
     GRPOConfig(eval=EvalConfig(**options), reward=("mine.py:reward",))
     with pytest.raises(ValueError, match="eval/maj@4 is not evaluated: give --eval.majority True"):
         GRPOConfig(eval=EvalConfig(n=4, best="eval/maj@4"))
-    with pytest.raises(ValueError, match="eval/maj@8 is not evaluated: give --eval.n 8"):
+    with pytest.raises(ValueError, match="eval/maj@8 is not evaluated: give --eval.majority_k 8"):
         GRPOConfig(eval=EvalConfig(**options, best="eval/maj@8"))
 
 

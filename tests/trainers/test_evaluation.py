@@ -33,6 +33,7 @@ def test_the_program_gives_the_same_on_two_ranks(toy: Path, data: Path, tmp_path
     flags = [
         *("--model", str(toy / "model"), "--eval_data", str(data), "--reward", f"{tmp_path / 'odd.py'}:is_odd"),
         *("--eval.n", "4", "--eval.k", "1", "4", "--eval.source_field", "source", "--eval.majority", "True"),
+        *("--eval.majority_k", "1", "2"),
     ]
     folders = [tmp_path / "one", tmp_path / "two"]
     printed = run_program([sys.executable, str(SCRIPT), *flags, "--output_dir", str(folders[0])], timeout_s=240)
@@ -57,6 +58,8 @@ def test_the_program_gives_the_same_on_two_ranks(toy: Path, data: Path, tmp_path
         most = [answer for answer, count in votes.items() if count == max(votes.values())]
         accuracy += sum(answer in "13579" for answer in most) / max(1, len(most)) / 5
     assert metrics["eval/maj@4"] == pytest.approx(accuracy)
+    assert metrics["eval/maj@1"] == pytest.approx(metrics["eval/accuracy"])
+    assert 0 < metrics["eval/maj@2"] < 1
     by_source = 3 / 5 * metrics["eval/a/pass@4"] + 2 / 5 * metrics["eval/b/pass@4"]
     assert metrics["eval/pass@4"] == pytest.approx(by_source)
 
