@@ -6,12 +6,13 @@ things. With d = policy - reference, in log probabilities, and averaged over the
 - k2 = d^2 / 2 has a biased value and the KL's gradient: d times the gradient of the log probability.
 - k3 = exp(-d) - 1 + d has the KL as its value, never negative, and the gradient of KL(reference || policy). Where the
   reference finds a token more than e^30 = 1e13 times likelier than the policy, d is held at -30, without a gradient.
-`kl_terms(gradient="kl")` combines the value of any of them with the gradient of the KL.
+`kl_terms(gradient="kl")` combines the value of any of them, or of a function of a user, with the gradient of the KL.
 """
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Callable
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from lightrl.algorithms.losses import (
 
 KLKind = Literal["k1", "k2", "k3"]
 KLGradient = Literal["own", "kl"]
+Estimator: TypeAlias = Callable[[Tensor, Tensor], Tensor]  # of log probabilities: the policy's, the reference's
 
 
 def kl_estimate(*, policy: Tensor, reference: Tensor, kind: KLKind) -> Tensor:
@@ -52,12 +54,27 @@ def kl_estimate(*, policy: Tensor, reference: Tensor, kind: KLKind) -> Tensor:
     raise ValueError(f"Unknown KL estimate {kind!r}. Choose one of {', '.join(get_args(KLKind))}.")
 
 
+def k1_of(policy: Tensor, reference: Tensor) -> Tensor:
+    """Returns k1 = policy - reference of each token."""
+    return kl_estimate(policy=policy, reference=reference, kind="k1")
+
+
+def k2_of(policy: Tensor, reference: Tensor) -> Tensor:
+    """Returns k2 = (policy - reference)^2 / 2 of each token."""
+    return kl_estimate(policy=policy, reference=reference, kind="k2")
+
+
+def k3_of(policy: Tensor, reference: Tensor) -> Tensor:
+    """Returns k3 = exp(-d) - 1 + d of each token, with d = policy - reference."""
+    return kl_estimate(policy=policy, reference=reference, kind="k3")
+
+
 def kl_terms(
     *,
     policy: Tensor,
     reference: Tensor,
     mask: Tensor,
-    kind: KLKind = "k3",
+    kind: KLKind | Estimator = "k3",
     gradient: KLGradient = "own",
     old: Tensor | None = None,
 ) -> Tensor:
@@ -67,7 +84,7 @@ def kl_terms(
         policy: Log probabilities, any shape, an entry per token. They alone get a gradient.
         reference: The shape of policy.
         mask: True = trained.
-        kind: The estimate.
+        kind: The estimate, by name, or a function fn(policy, reference) that returns one per token.
         gradient: "own" is that of the estimate; "kl" is that of the KL, d times the gradient of the log probability.
         old: Log probabilities of the policy that sampled. If given, every term is weighted by policy / old; without
             the weight, value and gradient are wrong off policy. With k3 and "kl" this is DeepSeek-V3.2's unbiased
@@ -77,7 +94,10 @@ def kl_terms(
     require_bool_mask(mask)
     # Masked before the estimate: exp of a masked token may overflow, and 0 * inf in the backward is NaN.
     policy, reference = (torch.where(mask, logprobs, 0.0) for logprobs in (policy, reference))
-    terms = kl_estimate(policy=policy, reference=reference, kind=kind)
+    if callable(kind):
+        terms = torch.where(mask, kind(policy, reference.detach()), 0.0)
+    else:
+        terms = kl_estimate(policy=policy, reference=reference, kind=kind)
     if gradient == "kl":
         slope = kl_estimate(policy=policy, reference=reference, kind="k2")
         terms = terms.detach() + slope - slope.detach()

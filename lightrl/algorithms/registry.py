@@ -9,6 +9,7 @@ There is one call signature per kind:
 | loss | `fn(tokens: PolicyTokens, **parameters) -> TokenLoss`  a term per token | {,sequence_}losses.py, selection.py |
 | aggregation | `fn(mask, sequence_index, num_sequences, **parameters) -> TokenWeights` | losses.py |
 | correction | `fn(tokens: OffPolicyTokens, **parameters) -> Correction`  a weight per token | corrections.py |
+| kl_estimator | `fn(policy: Tensor, reference: Tensor, **parameters) -> Tensor`  a KL per token's logprobs | kl.py |
 
 Parameters are keyword-only. A parameter that the function does not have is an error, not ignored. What a function needs
 from the trainer is a trait, which its decorator states (`@advantage(...)`, `@returns(...)`, `@loss(...)`). The trainer
@@ -27,7 +28,7 @@ from typing import Any, Literal, TypeVar, cast
 from lightrl.algorithms.ranges import check_values
 from lightrl.imports import load_object
 
-Kind = Literal["advantage", "returns", "loss", "aggregation", "correction"]
+Kind = Literal["advantage", "returns", "loss", "aggregation", "correction", "kl_estimator"]
 Need = Literal["greedy_baseline", "signal_share", "components"]
 Parameters = Mapping[str, float | int | str | bool | None]
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -71,6 +72,7 @@ BUILTIN: dict[Kind, dict[str, str]] = {
         "losses", "token_mean", "sequence_mean", "sequence_mean_token_sum", "sequence_mean_token_sum_norm"
     ),
     "correction": _named("corrections", "icepop", tis="truncated", mis="masked", reject="rejected"),
+    "kl_estimator": _named("kl", k1="k1_of", k2="k2_of", k3="k3_of"),
 }
 
 

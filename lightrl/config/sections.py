@@ -43,9 +43,8 @@ class AlgorithmConfig:
     )
     """Share of an update's tokens whose policy loss counts, those of highest entropy. 1: all tokens count."""
     aggregation: str = "token_mean"
-    """Mean over tokens and sequences: token_mean, sequence_mean, sequence_mean_token_sum,
-    sequence_mean_token_sum_norm, or your own as package.module:function. The denominator always spans all ranks and
-    micro-batches."""
+    """Mean over tokens and sequences: token_mean, sequence_mean, sequence_mean_token_sum, sequence_mean_token_sum_norm,
+    or your own as package.module:function. The denominator always spans all ranks and micro-batches."""
     aggregation_args: tuple[str, ...] = ()
     """Parameters of the aggregation, such as length=1024 of sequence_mean_token_sum_norm."""
     correction: str = "none"
@@ -58,10 +57,13 @@ class AlgorithmConfig:
     is left out (DeepSeek-V3.2). 0: none is. 0.5 is usual."""
     kl_coef: float = option(0.0, at_least=0)
     """Weight in the loss of the KL penalty to the frozen starting model. 0: load no reference model."""
-    kl_estimator: Literal["k1", "k2", "k3"] = option(
-        "k3", check=partial(check_needed, "algorithm.kl_estimator", "algorithm.kl_coef")
+    kl_estimator: str = option("k3", check=partial(check_needed, "algorithm.kl_estimator", "algorithm.kl_coef"))
+    """Estimator of the KL to the reference per token: k1, k2, k3 (Schulman 2020), or your own as
+    package.module:function. k1 needs --algorithm.kl_gradient kl."""
+    kl_estimator_args: tuple[str, ...] = option(
+        (), check=partial(check_needed, "algorithm.kl_estimator_args", "algorithm.kl_coef")
     )
-    """Estimator of the KL to the reference per token (Schulman 2020). k1 needs --algorithm.kl_gradient kl."""
+    """Parameters of your own KL estimator as name=value."""
     kl_gradient: Literal["own", "kl"] = option(
         "own", check=partial(check_needed, "algorithm.kl_gradient", "algorithm.kl_coef")
     )
@@ -70,8 +72,7 @@ class AlgorithmConfig:
     """Weight the KL of a token by the ratio that the policy loss has, so that its estimate stays right in later updates
     of a step. With --algorithm.kl_gradient kl this is the estimate of DeepSeek-V3.2."""
     kl_target: float = option(0.0, at_least=0)
-    """Mean KL per trained token that kl_coef is steered to: after each step it grows while the KL is above the target
-    and shrinks while it is below (Ziegler 2019). 0: kl_coef stays as given."""
+    """Mean KL per trained token to which kl_coef is steered after each step (Ziegler 2019). 0: it stays as given."""
     kl_horizon: int = option(
         10_000, above=0, check=partial(check_needed, "algorithm.kl_horizon", "algorithm.kl_target")
     )
@@ -86,8 +87,7 @@ class AlgorithmConfig:
     )
     """Change per step of an entropy_coef with a target."""
     old_logprobs: Literal["recompute", "engine"] = "recompute"
-    """Source of the ratio's denominator. recompute: the trainer's own forward before the update. engine: the logprobs
-    that the engine reported."""
+    """The ratio's denominator. recompute: the trainer's forward before the update. engine: the engine's logprobs."""
     proximal: Literal["auto", "recompute", "interpolate", "sampler"] = "auto"
     """Policy that the clip compares with. recompute: the policy before the update. interpolate: a mean of the policy
     that sampled and the one that is updated, by a token's age, which needs no forward. With both, a token is weighted

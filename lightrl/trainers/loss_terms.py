@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightrl.algorithms.corrections import Correction, OffPolicyTokens, corrected, far_off_policy
 from lightrl.algorithms.entropy import entropy_bonus
-from lightrl.algorithms.kl import add_kl, distillation_advantages, distillation_terms, kl_terms
+from lightrl.algorithms.kl import Estimator, add_kl, distillation_advantages, distillation_terms, kl_terms
 from lightrl.algorithms.losses import PolicyTokens, TokenLoss
 from lightrl.config import AlgorithmConfig, DistillationConfig
 from lightrl.metrics import Statistics
@@ -120,8 +120,18 @@ class OffPolicyMask(LossTerm):
 class KLToReference(LossTerm):
     """Measures the KL to the reference model and adds it to the loss, unless it is part of the rewards."""
 
-    def __init__(self, config: AlgorithmConfig, coefficients: CurrentCoefficients, *, in_loss: bool) -> None:
+    def __init__(
+        self, config: AlgorithmConfig, coefficients: CurrentCoefficients, estimate: Estimator, *, in_loss: bool
+    ) -> None:
+        """Raises ValueError for an estimate without a gradient, which would do nothing in the loss."""
+        two = torch.zeros(2, requires_grad=True)
+        if in_loss and config.kl_gradient == "own" and not estimate(two, two.detach()).requires_grad:
+            raise ValueError(
+                f"--algorithm.kl_estimator {config.kl_estimator} has no gradient: let it compute with the policy's "
+                "logprobs as they are, or add --algorithm.kl_gradient kl."
+            )
         self._config = config
+        self._estimate = estimate
         self._coefficients = coefficients
         self._in_loss = in_loss
 
@@ -131,7 +141,7 @@ class KLToReference(LossTerm):
             policy=micro.scores.logprobs,
             reference=_packed(micro.batch.ref_logprobs),
             mask=micro.tokens.mask,
-            kind=self._config.kl_estimator,
+            kind=self._estimate,
             gradient=self._config.kl_gradient,
             old=micro.tokens.old_logprobs if self._config.kl_weighted else None,
         )
@@ -185,6 +195,7 @@ def optional_terms(
     coefficients: CurrentCoefficients,
     *,
     correct: Callable[[OffPolicyTokens], Correction] | None,
+    estimate_kl: Estimator | None,
     kl_in_loss: bool,
     distillation: DistillationConfig | None,
 ) -> list[LossTerm]:
@@ -196,8 +207,8 @@ def optional_terms(
         terms.append(OffPolicyCorrection(correct))
     if config.off_policy_mask:
         terms.append(OffPolicyMask(config.off_policy_mask))
-    if config.kl_coef:
-        terms.append(KLToReference(config, coefficients, in_loss=kl_in_loss))
+    if estimate_kl is not None:
+        terms.append(KLToReference(config, coefficients, estimate_kl, in_loss=kl_in_loss))
     if config.entropy_coef or config.entropy_target:
         terms.append(EntropyBonus(coefficients))
     if distillation is not None:

@@ -55,6 +55,7 @@ _RESULTS: Mapping[Kind, str] = {
     "loss": "TokenLoss, as token_loss() makes it",
     "aggregation": "TokenWeights",
     "correction": "Correction",
+    "kl_estimator": "a tensor with one number per token",
 }
 
 # If one of these options has another value, the loss has more terms than the policy loss, or follows a target.
@@ -126,6 +127,7 @@ class PolicyLoss:
                 config,
                 self.coefficients,
                 correct=_correction(config) if corrects else None,
+                estimate_kl=_kl_estimator(config) if config.kl_coef else None,
                 kl_in_loss=parts.get("kl_in_loss", True),
                 distillation=distillation,
             )
@@ -279,7 +281,7 @@ def _load_with(
 def _check_result(kind: Kind, result: object) -> None:
     """Raises TypeError for what a function often returns by mistake: nothing, a list, or a tensor of another kind."""
     is_wrong = result is None or isinstance(result, Tensor | list | float)
-    if kind == "advantage":
+    if kind in ("advantage", "kl_estimator"):
         is_wrong = not (isinstance(result, Tensor) and result.shape == (2,))
     if is_wrong:
         given = f"a tensor of shape {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
@@ -297,6 +299,10 @@ def _correction(config: AlgorithmConfig) -> Callable[[OffPolicyTokens], Correcti
             f"--algorithm.{option} puts into the ratio already. Use one of the two."
         )
     return load_and_try("correction", correction, config.correction_args, _two_off_policy_tokens)
+
+
+def _kl_estimator(config: AlgorithmConfig) -> Callable[[Tensor, Tensor], Tensor]:
+    return load_and_try("kl_estimator", config.kl_estimator, config.kl_estimator_args, _two_logprobs)
 
 
 # ---- Trials ----------------------------------------------------------------------------------------------------------
@@ -324,6 +330,10 @@ def _two_off_policy_tokens() -> tuple[OffPolicyTokens]:
     zeros, (mask, owners, _) = torch.zeros(2), _mask_of_two()
     tokens = OffPolicyTokens(logprobs=zeros, sampler_logprobs=zeros, mask=mask, sequence_index=owners, num_sequences=1)
     return (tokens,)
+
+
+def _two_logprobs() -> tuple[Tensor, Tensor]:
+    return torch.tensor([-1.0, -2.0], requires_grad=True), torch.tensor([-2.0, -1.0])
 
 
 def _two_samples() -> tuple[ScoredSamples]:

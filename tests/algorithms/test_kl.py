@@ -5,11 +5,15 @@ import torch
 from torch.testing import assert_close
 
 from lightrl.algorithms.kl import (
+    Estimator,
     KLGradient,
     KLKind,
     add_kl,
     distillation_advantages,
     distillation_terms,
+    k1_of,
+    k2_of,
+    k3_of,
     kl_estimate,
     kl_terms,
     next_kl_coef,
@@ -115,6 +119,21 @@ def test_terms_with_the_gradient_of_the_estimate(kind: KLKind, value: float, slo
 def test_terms_with_the_gradient_of_the_kl(kind: KLKind, value: float) -> None:
     """Always d, whatever the value."""
     assert value_and_slope(kind=kind, gradient="kl") == pytest.approx((value, 0.6931472), abs=1e-6)
+
+
+@pytest.mark.parametrize(("gradient", "slope"), [("own", 2.0), ("kl", 0.6931472)])
+def test_terms_of_a_function_count_only_trained_tokens(gradient: KLGradient, slope: float) -> None:
+    """1 + 2 |d| = 2.3862944; it is 1 where d is 0, as for a token that is not trained, which counts 0."""
+    found = value_and_slope(kind=lambda policy, reference: 1 + 2 * (policy - reference).abs(), gradient=gradient)
+    assert found == pytest.approx((2.3862944, slope), abs=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "function"), [("k1", k1_of), ("k2", k2_of), ("k3", k3_of)])
+def test_each_name_is_a_function(kind: KLKind, function: Estimator) -> None:
+    policy, reference = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -0.5])
+    assert_close(
+        function(policy, reference), kl_estimate(policy=policy, reference=reference, kind=kind), atol=0, rtol=0
+    )
 
 
 def test_off_policy_terms_are_weighed_by_the_ratio() -> None:

@@ -108,6 +108,7 @@ def test_a_saved_config_reads_back(tmp_path: Path) -> None:
         (["--overlong.buffer", "9"], "--overlong.buffer is 9: it must be between 0 and --max_new_tokens 8"),
         (["--overlong.penalty", "2"], "--overlong.penalty does nothing without --overlong.buffer"),
         (["--algorithm.kl_estimator", "k1"], "--algorithm.kl_estimator does nothing without --algorithm.kl_coef"),
+        (["--algorithm.kl_estimator_args", "a=1"], "kl_estimator_args does nothing without --algorithm.kl_coef"),
         (["--algorithm.kl_gradient", "kl"], "--algorithm.kl_gradient does nothing without --algorithm.kl_coef"),
         (
             ["--algorithm.kl_coef", "1", "--algorithm.kl_estimator", "k1"],

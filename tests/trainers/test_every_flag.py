@@ -94,6 +94,11 @@ OPTIONS: list[tuple[dict[str, object], dict[str, object]]] = [
     ({"algorithm.kl_coef": 0.1}, {}),
     ({"algorithm.kl_estimator": "k1"}, {"algorithm.kl_coef": 0.1, "algorithm.kl_gradient": "kl"}),
     ({"algorithm.kl_estimator": "k2"}, {"algorithm.kl_coef": 0.1}),
+    ({"algorithm.kl_estimator": "own_kl:absolute"}, {"algorithm.kl_coef": 0.1}),
+    (
+        {"algorithm.kl_estimator_args": ("scale=2",)},
+        {"algorithm.kl_coef": 0.1, "algorithm.kl_estimator": "own_kl:absolute"},
+    ),
     ({"algorithm.kl_gradient": "kl"}, {"algorithm.kl_coef": 0.1}),
     ({"algorithm.kl_weighted": True}, {"algorithm.kl_coef": 0.1}),
     ({"algorithm.kl_target": 0.001, "algorithm.kl_horizon": 24}, {"algorithm.kl_coef": 0.5}),

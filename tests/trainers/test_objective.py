@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -168,6 +169,18 @@ def test_the_kl_penalty_adds_its_mean() -> None:
     assert statistics.reduce(SimpleNamespace(all_gather_object=lambda item: [item]))["kl"] == 0.0625
 
 
+def test_the_kl_penalty_may_be_an_estimate_of_the_user() -> None:
+    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    batch = batch_of([0.0, 0.0], [True, True], ref_logprobs=torch.tensor([-1.5, -2.5]))
+    own: dict[str, Any] = {"kl_estimator": "own_kl:absolute", "kl_estimator_args": ("scale=2",)}
+    loss, statistics = loss_of(batch, logprobs, kl_coef=0.1, **own)
+    loss.backward()
+    # 2 x 0.5 of both tokens; the mean 1, times 0.1; the gradient 2 x 0.1 / 2 of each
+    assert_close(loss.detach(), torch.tensor(0.1), atol=1e-6, rtol=0)
+    assert_close(logprobs.grad, torch.tensor([0.1, 0.1]), atol=1e-6, rtol=0)
+    assert statistics.reduce(SimpleNamespace(all_gather_object=lambda item: [item]))["kl"] == 1.0
+
+
 def test_the_entropy_bonus_takes_off_its_mean() -> None:
     logprobs, entropy = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([0.5, 1.5, 9.0], requires_grad=True)
     objective = PolicyObjective(AlgorithmConfig(entropy_coef=0.1))
@@ -292,6 +305,17 @@ def test_a_correction_weighs_by_the_trainer_over_the_engine() -> None:
         ({"aggregation": "sequence_mean_token_sum_norm"}, "needs a value for length"),
         ({"correction": "tis", "old_logprobs": "engine"}, "Use one of the two"),
         ({"correction_args": ("cap=2",)}, "--algorithm.correction is none"),
+        ({"kl_coef": 0.1, "kl_estimator": "k4"}, "Unknown kl_estimator 'k4'"),
+        ({"kl_coef": 0.1, "kl_estimator": "own_kl:none"}, "has no 'none'"),
+        (
+            {"kl_coef": 0.1, "kl_estimator_args": ("scale=2",)},
+            "The kl_estimator 'k3' has no parameter scale. It has none",
+        ),
+        (
+            {"kl_coef": 0.1, "kl_estimator": "own_kl:summed"},
+            r"returned a tensor of shape \[\], .* one number per token",
+        ),
+        ({"kl_coef": 0.1, "kl_estimator": "own_kl:detached"}, "own_kl:detached has no gradient: let it compute with"),
         ({"loss": "kl_cov"}, "needs tokens that are chosen over a whole update"),
         ({"loss_args": ("clip_low=2",)}, "--algorithm.loss_args: clip_low is 2"),
         ({"loss_args": ("clip_low=much",)}, "--algorithm.loss_args: "),
