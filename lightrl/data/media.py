@@ -149,6 +149,12 @@ class PromptEncoder:
 
         return self._keep((whole, prompt.images, prompt.videos, sample.images), encode)
 
+    def is_apart(self, sample: Sample) -> bool:
+        """Returns whether the sample's own images are all that it shows: it has begun with another prompt."""
+        return self.processor.are_all_shown(
+            (*sample.prompt_ids, *sample.response_ids), [read_image(image) for image in sample.images]
+        )
+
     def _keep(self, key: tuple[object, ...], encode: Callable[[], EncodedPrompt]) -> EncodedPrompt:
         encoded = self._kept.pop(key, None)
         if encoded is None:

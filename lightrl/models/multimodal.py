@@ -108,9 +108,12 @@ class MediaProcessor:
         """Encodes the ids of a whole episode, which an engine has expanded already, and the images in it.
 
         Args:
-            before: the encoded prompt that the ids begin with, whose images are not among the given ones.
+            before: the encoded prompt that the ids begin with, whose images are not among the given ones. It is left
+                out if the given ones have all the places.
         """
-        parts = [] if before is None else [(before.pixel_values, before.grid_thw)]
+        parts = (
+            [] if before is None or self.are_all_shown(token_ids, images) else [(before.pixel_values, before.grid_thw)]
+        )
         shown = [(pixels, grids) for pixels, grids in parts if pixels is not None and grids is not None]
         encoded = self._assembled(tuple(token_ids), shown + [self._image_patches(image) for image in images])
         num_features = 0 if encoded.grid_thw is None else int(encoded.grid_thw.prod(1).sum()) // self._per_feature
@@ -120,6 +123,12 @@ class MediaProcessor:
                 "engine. Give both the same processor settings"
             )
         return encoded
+
+    def are_all_shown(self, token_ids: Sequence[int], images: Sequence[Any]) -> bool:
+        """Returns whether these PIL images have as many tokens as the expanded ids have for images and videos."""
+        sizes = [(image.height, image.width) for image in images]
+        num_features = len(self.expanded([self.image_token_id] * len(images), sizes, ()))
+        return num_features == sum(token in (self.image_token_id, self.video_token_id) for token in token_ids)
 
     def _assembled(self, ids: tuple[int, ...], in_order: Sequence[tuple[Tensor, Tensor]]) -> EncodedPrompt:
         """Returns expanded ids with the patches and the grids, [3] or [M, 3], of what they show, in token order."""

@@ -101,9 +101,9 @@ class EngineClient:
 
         An image counts with the tokens that it becomes: give what was heard as an argument of its own.
         """
-        return min(self.limits.max_new_tokens, self.limits.max_tokens - self._num_tokens((ids, *behind)))
+        return min(self.limits.max_new_tokens, self.limits.max_tokens - self.num_tokens(ids, *behind))
 
-    def _num_tokens(self, parts: Sequence[Sequence[int]]) -> int:
+    def num_tokens(self, *parts: Sequence[int]) -> int:
         """Returns how many tokens the parts become in the model; raises ValueError if they have lost their images."""
         prompt = self._prompt if self._prompt and self._shows_media(parts[0]) else None
         if self.placeholder_ids:
@@ -142,7 +142,7 @@ class EngineClient:
         room = self.room(ids)
         if room < 1:
             raise ValueError(
-                f"There is no room for a turn behind {self._num_tokens((ids,))} tokens: an episode may have "
+                f"There is no room for a turn behind {self.num_tokens(ids)} tokens: an episode may have "
                 f"{self.limits.max_tokens}. Ask room() before generate()."
             )
         number = self._num_calls if call is None else call
@@ -190,11 +190,15 @@ class EngineClient:
         return prompt
 
     def _shows_media(self, ids: Sequence[int]) -> bool:
-        """Returns whether the tokens begin with the prompt and it has images or videos, which the engine must see."""
+        """Returns whether the tokens begin with the prompt and its images or videos, which the engine must see."""
         prompt = self._prompt
-        if prompt is None or not (prompt.images or prompt.videos):
+        if prompt is None or not (prompt.images or prompt.videos) or self._has_all_images(ids):
             return False
         return tuple(ids[: len(prompt.token_ids)]) == prompt.token_ids
+
+    def _has_all_images(self, ids: Sequence[int]) -> bool:
+        """Returns whether each place of an image in the tokens has an image that comes with them."""
+        return bool(self.placeholder_ids) and self._num_placeholders(ids) == len(images_of(ids))
 
     async def agenerate(self, request: Any) -> LLMResponse:
         """Answers a request in the form that AReaL's workflows use: see lightrl.rollout.foreign_requests."""

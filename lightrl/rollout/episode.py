@@ -54,7 +54,7 @@ class Episode:
         self.finish_reason: FinishReason = "stop"
         self._num_in_prompt = len(self.images)
         self._expanded_prompt: tuple[int, ...] = ()  # with images and videos expanded; empty: there are none
-        if self.images:
+        if self.images and self.prompt_ids.count(self.images[0].token_id) == len(self.images):
             self._expanded_prompt = _repeated(self.prompt_ids, token_counts(self.prompt_ids, self.images))
         self._only_text: str | None = None  # text of the response as long as it is a single turn
         self._own: list[bool] = []

@@ -267,10 +267,11 @@ def _as_episode(made: Any, client: EngineClient, prompt: Prompt) -> Episode | No
         return None
     several = made if isinstance(made, list | tuple) else [made]
     episodes = [item if isinstance(item, Episode) else episode_of_tensors(item, client.turns) for item in several]
-    if prompt.images or prompt.videos:
-        _require_media(episodes, prompt)
     if client.placeholder_ids:
-        _require_images(episodes, prompt, client.placeholder_ids)
+        others = [item for item in episodes if _num_places(item.ids, client.placeholder_ids) != len(item.images)]
+        if prompt.images or prompt.videos:
+            _require_media(others, prompt)
+        _require_images(others, prompt, client.placeholder_ids)
     for item in episodes:
         item.drop_pictures()
     episode = episode_of_several(episodes)
@@ -285,7 +286,8 @@ def _as_episode(made: Any, client: EngineClient, prompt: Prompt) -> Episode | No
 
 def _require_media(episodes: Sequence[Episode], prompt: Prompt) -> None:
     """Raises ValueError for an episode whose tokens the trainer could not combine with the prompt's images."""
-    if any(item.prompt_ids != prompt.token_ids or not item.has_seen_media for item in episodes):
+    begin = len(prompt.token_ids)
+    if any(item.prompt_ids[:begin] != prompt.token_ids or not item.has_seen_media for item in episodes):
         raise ValueError(
             "The prompt has images or videos: begin each of its episodes by Episode(data.token_ids), and add the turns "
             "of engine.generate(episode.ids) by say(). Prompts that a chat template renders again, as with tools, and "
@@ -295,9 +297,13 @@ def _require_media(episodes: Sequence[Episode], prompt: Prompt) -> None:
 
 def _require_images(episodes: Sequence[Episode], prompt: Prompt, placeholder_ids: Collection[int]) -> None:
     """Raises ValueError for an episode that has places of images without the images."""
-    num_in_prompt = sum(token in placeholder_ids for token in prompt.token_ids)
+    num_in_prompt = _num_places(prompt.token_ids, placeholder_ids)
     for episode in episodes:
-        require_images(sum(token in placeholder_ids for token in episode.ids) - num_in_prompt, len(episode.images))
+        require_images(_num_places(episode.ids, placeholder_ids) - num_in_prompt, len(episode.images))
+
+
+def _num_places(ids: Sequence[int], placeholder_ids: Collection[int]) -> int:
+    return sum(token in placeholder_ids for token in ids)
 
 
 def _is_over(sample: Sample) -> bool:

@@ -72,6 +72,17 @@ def images_of(ids: Sequence[int]) -> tuple[SeenImage, ...]:
     return ids.images if isinstance(ids, SeenIds) else ()
 
 
+def joined(*parts: Sequence[int]) -> SeenIds:
+    """Returns the parts as one, with the images of all."""
+    ids = (token for part in parts for token in part)
+    return SeenIds(ids, (image for part in parts for image in images_of(part)))
+
+
+def rest(ids: Sequence[int], num_ids: int, num_images: int) -> SeenIds:
+    """Returns the ids behind the first num_ids, with the images behind the first num_images."""
+    return SeenIds(ids[num_ids:], images_of(ids)[num_images:])
+
+
 def num_tokens(ids: Sequence[int]) -> int:
     """Returns how many tokens the ids become in the model."""
     return len(ids) + sum(image.num_tokens - 1 for image in images_of(ids))

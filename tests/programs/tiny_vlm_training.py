@@ -32,6 +32,9 @@ class Encoder:
     def tokenize(self, text):
         return tuple(self.media.processor.tokenizer.encode(text))
 
+    def is_apart(self, sample):
+        return False
+
     def __call__(self, prompt):
         if prompt.index not in self._kept:
             self._kept[prompt.index] = self.media.encode(self.tokenize(TEXTS[prompt.index][0]), *shown(prompt.index))

@@ -96,6 +96,7 @@ def test_a_run_with_images_does_not_depend_on_the_ranks(
 
 ECHO = ["--rollout.workflow", "environment", "--rollout.workflow_args", "environment=tests.programs.episodes:Echo"]
 SCREENS = ["--rollout.workflow", "environment", "--rollout.workflow_args", "environment=tests.programs.screens:Screens"]
+AGENT = ["--rollout.workflow", "agent", "--rollout.workflow_args", "agent=tests.programs.seeing_agents:show"]
 OVER_ISSUE = ["--rollout.over_issue", "0.5", "--rollout.max_staleness", "1", "--rollout.agree_every", "2"]
 FROZEN_TOWER = ["--optim.lr_scales", "visual=0"]
 
@@ -104,8 +105,8 @@ FROZEN_TOWER = ["--optim.lr_scales", "visual=0"]
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "own",
-    [ECHO, [*OVER_ISSUE, *FROZEN_TOWER], SCREENS, [*SCREENS, *OVER_ISSUE]],
-    ids=["environment", "schedule", "screens", "screens-schedule"],
+    [ECHO, [*OVER_ISSUE, *FROZEN_TOWER], SCREENS, [*SCREENS, *OVER_ISSUE], AGENT],
+    ids=["environment", "schedule", "screens", "screens-schedule", "agent"],
 )
 def test_every_turn_and_every_part_of_a_sample_sees_the_images(
     own: list[str], flags: list[str], metrics_of: ReadMetrics, tmp_path: Path
@@ -121,6 +122,7 @@ def test_every_turn_and_every_part_of_a_sample_sees_the_images(
         assert row["mismatch/max_abs"] <= 1e-5
         assert row["grad_norm"] > 0
         assert row.get("episode/failed", 0) == 0
+        assert row.get("episode/seen", 80) == 80  # calls of an agent: 5 in each of 16 episodes
     assert sum(row["tokens/prompt"] for row in one) == sum(row["tokens/prompt"] for row in two)
     for mine, yours in zip(one, two, strict=True):
         assert math.isclose(mine["grad_norm"], yours["grad_norm"], rel_tol=1e-3)
@@ -137,21 +139,26 @@ def test_every_turn_and_every_part_of_a_sample_sees_the_images(
 
 @pytest.mark.long
 @pytest.mark.slow
+@pytest.mark.parametrize("own", [[*SCREENS, *OVER_ISSUE], AGENT], ids=["screens", "agent"])
 def test_episodes_that_have_shown_images_go_on_after_a_resume(
-    flags: list[str], metrics_of: ReadMetrics, tmp_path: Path
+    own: list[str], flags: list[str], metrics_of: ReadMetrics, tmp_path: Path
 ) -> None:
-    arguments = [*flags, *SCREENS, *OVER_ISSUE, "--checkpoint.every", "1", "--checkpoint.keep", "3"]
+    arguments = [*flags, *own, "--checkpoint.every", "1", "--checkpoint.keep", "3"]
     command = [sys.executable, str(SCRIPT), *arguments, "--output_dir", str(tmp_path)]
     run_program(command, timeout_s=200)
     wanted, weights = metrics_of(tmp_path), load_file(tmp_path / "final" / "model.safetensors")
     for folder in ("final", "checkpoints/step-000002", "checkpoints/step-000003"):
         shutil.rmtree(tmp_path / folder)
     assert "continuing after step 1" in run_program(command, timeout_s=200)
+    # Requests of agents arrive at any time, and the engine rounds by what it computes together.
+    rel, atol = (1e-4, 2e-4) if own is AGENT else (0, 0)
     for mine, yours in zip(wanted, metrics_of(tmp_path), strict=True):
-        assert (mine["loss"], mine["grad_norm"]) == (yours["loss"], yours["grad_norm"])
+        for name in ("loss", "grad_norm"):
+            assert mine[name] == pytest.approx(yours[name], rel=rel, abs=rel / 100), name
         assert yours["mismatch/max_abs"] <= 1e-5
     final = load_file(tmp_path / "final" / "model.safetensors")
-    assert all(torch.equal(weights[name], value) for name, value in final.items())
+    for name, value in final.items():
+        torch.testing.assert_close(weights[name], value, atol=atol, rtol=0)
 
 
 @pytest.mark.slow

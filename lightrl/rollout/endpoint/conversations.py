@@ -1,8 +1,9 @@
 """Arranges the calls of one agent as a forest: which call continues which, and the episodes that they form.
 
-A call continues another one if its prompt begins with the other's prompt and answer, token by token. If several calls
-continue the same one, the call with the most turns after it continues the sample. The others are forks: separate
-samples, whose prompt is everything before them. So each token that the engine produced is trained on exactly once.
+A call continues another one if its prompt begins with the other's prompt and answer, token by token and with the same
+images. If several calls continue the same one, the call with the most turns after it continues the sample. The others
+are forks: separate samples, whose prompt is everything before them. So each token that the engine produced is trained
+on exactly once.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from dataclasses import dataclass, field
 
 from lightrl.records import FinishReason
 from lightrl.rollout.episode import Episode, Turn
+from lightrl.rollout.observations import SeenIds, images_of, joined, rest
 
 
 @dataclass(slots=True, eq=False)
 class Call:
     """A prompt, and the policy's answer to it."""
 
-    prompt_ids: tuple[int, ...]
+    prompt_ids: tuple[int, ...]  # SeenIds if it has images besides those of the run's own prompt
     turn: Turn
     parent: Call | None = None
     limit: FinishReason | None = None  # that a request which continues this call was refused for
@@ -26,9 +28,9 @@ class Call:
     children: list[Call] = field(default_factory=list)
 
     @property
-    def ids(self) -> tuple[int, ...]:
+    def ids(self) -> SeenIds:
         """The tokens with which a call that continues this one begins."""
-        return self.prompt_ids + self.turn.token_ids
+        return joined(self.prompt_ids, self.turn.token_ids)
 
 
 class Conversations:
@@ -40,7 +42,7 @@ class Conversations:
 
     def record(self, prompt_ids: Sequence[int], turn: Turn, *, parent: Call | None = None) -> Call:
         """Adds a call; `parent` is the call that it continues, if the caller knows it."""
-        prompt = tuple(prompt_ids)
+        prompt = joined(prompt_ids)
         if parent is None or not _begins_with(prompt, parent):
             parent = self.extended_by(prompt)
         call = Call(prompt, turn, parent, depth=1 if parent is None else parent.depth + 1)
@@ -96,7 +98,16 @@ def _begins_with(prompt_ids: tuple[int, ...], call: Call) -> bool:
         len(prompt_ids) >= length
         and prompt_ids[num_prompt:length] == call.turn.token_ids
         and prompt_ids[:num_prompt] == call.prompt_ids
+        and _shows_the_same(prompt_ids, call)
     )
+
+
+def _shows_the_same(prompt_ids: tuple[int, ...], call: Call) -> bool:
+    """Returns whether a prompt that begins with the tokens of a call also has its images, and new ones only behind."""
+    seen = images_of(call.prompt_ids)
+    added = rest(prompt_ids, len(call.ids), len(seen))
+    is_behind = not added.images or added.count(added.images[0].token_id) == len(added.images)
+    return is_behind and images_of(prompt_ids)[: len(seen)] == seen
 
 
 def _line(first: Call, continued: set[int]) -> list[Call]:
@@ -110,7 +121,8 @@ def _line(first: Call, continued: set[int]) -> list[Call]:
 def _episode(line: Sequence[Call]) -> Episode:
     episode = Episode(line[0].prompt_ids)
     for call in line:
-        episode.hear(call.prompt_ids[len(episode.prompt_ids) + len(episode.response_ids) :])
+        num_before = len(episode.prompt_ids) + len(episode.response_ids)
+        episode.hear(rest(call.prompt_ids, num_before, len(episode.images)))
         episode.say(call.turn)
     if line[-1].limit == "turns":
         episode.end_at_max_turns()

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightrl.rollout.endpoint.errors import RequestError
+from lightrl.rollout.endpoint.images import image_part, in_words, is_image
 from lightrl.rollout.tool_parsers import PARSERS, Parser, typed_arguments
 from lightrl.rollout.written_calls import ToolCall
 
@@ -18,7 +19,10 @@ Message = Mapping[str, Any]
 
 
 def checked_messages(value: Any) -> list[dict[str, Any]]:
-    """Returns the messages with their content as text; raises RequestError for anything that a chat cannot contain."""
+    """Returns the messages; raises RequestError for anything that a chat cannot contain.
+
+    The content of each is a text or, with images, a list of parts, in which no text follows another.
+    """
     if not isinstance(value, list) or not value:
         raise RequestError("'messages' must be a list of at least one message.", param="messages")
     messages = [_checked(message, f"messages[{index}]") for index, message in enumerate(value)]
@@ -40,7 +44,7 @@ def _checked(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict) or message.get("role") not in _ROLES:
         raise RequestError(f"{where} must be an object whose role is one of {', '.join(_ROLES)}.", param=where)
     role = "system" if message["role"] == "developer" else message["role"]
-    checked: dict[str, Any] = {"role": role, "content": _text_of(message.get("content"), where)}
+    checked: dict[str, Any] = {"role": role, "content": _content_of(message.get("content"), where, role)}
     calls = message.get("tool_calls")
     if calls:
         checked["tool_calls"] = [_checked_call(call, f"{where}.tool_calls") for call in _as_list(calls, where)]
@@ -53,14 +57,25 @@ def _as_list(value: Any, where: str) -> list[Any]:
     return value
 
 
-def _text_of(content: Any, where: str) -> str:
+def _content_of(content: Any, where: str, role: str) -> str | list[dict[str, Any]]:
     if content is None or isinstance(content, str):
         return content or ""
-    parts: list[Any] = content if isinstance(content, list) else [None]
-    texts = [str(part["text"]) for part in parts if _is_text(part)]
-    if len(texts) < len(parts):
-        raise RequestError(f"{where}.content must be a text or parts of type text; images are not taken.", param=where)
-    return "".join(texts)
+    parts: list[dict[str, Any]] = []
+    for index, part in enumerate(content if isinstance(content, list) else [None]):
+        if is_image(part) and role != "assistant":
+            parts.append(image_part(part, f"{where}.content[{index}]"))
+        elif not _is_text(part):
+            raise RequestError(
+                f"{where}.content must be a text or parts of type text and image_url; videos, sound, files and images "
+                "of the assistant are not taken.",
+                param=where,
+            )
+        elif parts and "text" in parts[-1]:
+            parts[-1]["text"] += part["text"]
+        else:
+            parts.append({"type": "text", "text": part["text"]})
+    texts = [part["text"] for part in parts if "text" in part]
+    return "".join(texts) if len(texts) == len(parts) else parts
 
 
 def _is_text(part: Any) -> bool:
@@ -87,10 +102,11 @@ def histories(messages: Sequence[Message], tools: Sequence[Any]) -> list[tuple[b
     """
     exact = loose = _digest(b"", list(tools))
     names = []
-    for message in messages:
+    for message in map(in_words, messages):
         exact = _digest(exact, message)
         calls = [call["function"] for call in message.get("tool_calls", ())]
-        loose = _digest(loose, [message["role"], message["content"].strip(), calls])
+        content = message["content"]
+        loose = _digest(loose, [message["role"], content.strip() if isinstance(content, str) else content, calls])
         names.append((exact, loose))
     return names
 

@@ -122,7 +122,10 @@ def token_wish(body: Mapping[str, Any]) -> tuple[list[int], Wish]:
     if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
         raise _wrong("token_ids", ids, "a list of at least one integer")
     if body.get("features") or body.get("content_parts"):
-        raise RequestError("Images and videos are not taken.", param="features")
+        raise RequestError(
+            "This route takes no images or videos: send images as parts of messages to /v1/chat/completions.",
+            param="features",
+        )
     if flag(body, "stream"):
         raise _wrong("stream", True, "false here")
     settings = _given(body, "sampling_params", {})
@@ -288,6 +291,7 @@ def _bytes_of(text: str) -> list[int] | None:
 
 
 def _usage(replies: Sequence[Reply]) -> dict[str, int]:
-    prompt = len(replies[0].call.prompt_ids)
+    first = replies[0]
+    prompt = len(first.turn.expanded_ids or first.call.prompt_ids)
     completion = sum(len(reply.turn.token_ids) for reply in replies)
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}

@@ -13,13 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightrl.config.adapters import POLICY
+from lightrl.data.media import MediaError
 from lightrl.models.chat_text import tools_of
 from lightrl.records import Prompt
 from lightrl.rollout.client import EngineClient
 from lightrl.rollout.endpoint.conversations import Call, Conversations
 from lightrl.rollout.endpoint.errors import RequestError, asleep, ended
+from lightrl.rollout.endpoint.images import identity, with_images
 from lightrl.rollout.endpoint.messages import answer_message, checked_messages, cut_before_stop, histories
 from lightrl.rollout.episode import Episode, Turn
+from lightrl.rollout.observations import joined
 from lightrl.rollout.tool_parsers import PARSERS, Parser
 
 _POLL_S = 0.02
@@ -75,8 +78,8 @@ class Session:
         self._parser = parser
         # A visitor has a session for each request, and the ids of its tool calls must differ all the same.
         self._call_ids = "" if task is not None else secrets.token_hex(6)
-        self._num_answers: Counter[tuple[tuple[int, ...], str]] = Counter()
-        self._num_asked: Counter[tuple[tuple[int, ...], str]] = Counter()
+        self._num_answers: Counter[tuple[tuple[int | str, ...], str]] = Counter()
+        self._num_asked: Counter[tuple[tuple[int | str, ...], str]] = Counter()
         self._running: set[asyncio.Task[Any]] = set()
 
     @property
@@ -104,6 +107,7 @@ class Session:
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], wish: Wish
     ) -> list[Reply]:
         """Answers a chat request. For the policy's turns among the messages, the engine's own tokens are used."""
+        messages = with_images(messages, self.engine, self.task)
         names = histories(messages, tools)
         parent, prompt_ids = self._prompt_of(messages, tools, names)
         turns = await self._turns(prompt_ids, wish, parent)
@@ -155,10 +159,21 @@ class Session:
                 continue
             call = self.conversations.recall(names[end - 1][0]) or self.conversations.recall(names[end - 1][1])
             if call is not None:
-                return call, call.ids + tuple(self._rendered(messages[end:], after=call.turn))
-        if self.task is not None and not tools and histories(_plain(self.task), ())[-1:] == names[-1:]:
+                return call, joined(call.ids, self._rendered(messages[end:], after=call.turn))
+        if self.task is not None and not tools and histories(self._plain(self.task), ())[-1:] == names[-1:]:
             return None, self.task.token_ids
-        return None, tuple(self._rendered(messages, tools=tools))
+        return None, joined(self._rendered(messages, tools=tools))
+
+    def _plain(self, task: Prompt) -> list[dict[str, Any]]:
+        """Returns a prompt's messages in the form in which requests are kept; none if it has tools or videos."""
+        if tools_of(task.fields) or task.videos or not task.messages:
+            return []
+        if all(isinstance(message.get("content"), str) for message in task.messages):
+            return [{"role": message["role"], "content": message["content"]} for message in task.messages]
+        try:
+            return with_images(checked_messages(list(task.messages)), self.engine, task)
+        except RequestError:  # with roles or parts that no request may have
+            return []
 
     def _rendered(
         self, messages: Sequence[dict[str, Any]], *, tools: Sequence[dict[str, Any]] = (), after: Turn | None = None
@@ -168,8 +183,10 @@ class Session:
         try:
             if after is not None:
                 return engine.encode_messages(messages, after=after)
-            if engine.tokenizer.chat_template:
+            if engine.tokenizer.chat_template or not all(isinstance(message["content"], str) for message in messages):
                 return engine.encode_prompt(messages, tools=tools)
+        except MediaError as error:
+            raise RequestError(f"An image cannot be read: {error}.", param="messages") from error
         except Exception as error:  # a template may raise anything
             raise RequestError(f"The model's chat template refuses the messages: {error}", param="messages") from error
         if tools:
@@ -182,12 +199,12 @@ class Session:
         limits = self.engine.limits
         self._require_open()
         is_own = self.task is not None and wish.adapter == POLICY
-        if self.engine.room(prompt_ids) < 1:
+        if self._room(prompt_ids) < 1:
             if is_own and parent is not None:
                 parent.limit = "context"
             raise RequestError(
                 f"This model's maximum context length is {limits.max_tokens} tokens. However, your messages resulted "
-                f"in {len(prompt_ids)} tokens, which leaves no room for an answer.",
+                f"in {self.engine.num_tokens(prompt_ids)} tokens, which leaves no room for an answer.",
                 code="context_length_exceeded",
                 param="messages",
             )
@@ -214,6 +231,16 @@ class Session:
             for task in tasks:
                 task.cancel()
             self._running.difference_update(tasks)
+
+    def _room(self, prompt_ids: tuple[int, ...]) -> int:
+        try:
+            return self.engine.room(prompt_ids)
+        except ValueError as error:
+            raise RequestError(
+                "The prompt has a token that stands for an image or a video, without the image: send images as parts "
+                "of messages to /v1/chat/completions.",
+                param="messages",
+            ) from error
 
     def _require_open(self) -> None:
         if not self.is_open:
@@ -248,23 +275,18 @@ class Session:
 
     def _next_ids(self, prompt_ids: tuple[int, ...], adapter: str) -> str:
         """Returns a text of its own for each answer. A template may render ids made of it, so no time decides them."""
-        self._num_answers[prompt_ids, adapter] += 1
-        return f"{self._call_ids} {adapter} {self._num_answers[prompt_ids, adapter]} {prompt_ids}"
+        asked = identity(prompt_ids)
+        self._num_answers[asked, adapter] += 1
+        return f"{self._call_ids} {adapter} {self._num_answers[asked, adapter]} {asked}"
 
     def _number(self, prompt_ids: tuple[int, ...], adapter: str) -> int:
         """Numbers a draw by its prompt and by how often that was requested, whatever the order of arrival."""
-        repeat = self._num_asked[prompt_ids, adapter]
-        self._num_asked[prompt_ids, adapter] += 1
-        if self.task is not None and not repeat and prompt_ids == self.task.token_ids:
+        asked = identity(prompt_ids)
+        repeat = self._num_asked[asked, adapter]
+        self._num_asked[asked, adapter] += 1
+        if self.task is not None and not repeat and asked == self.task.token_ids:
             return 0
-        return 1 + (zlib.crc32(",".join(map(str, prompt_ids)).encode()) << 16) + repeat
-
-
-def _plain(task: Prompt) -> list[dict[str, Any]]:
-    """Returns a prompt's messages in the form in which requests are kept; none if the prompt has more than text."""
-    if tools_of(task.fields) or not all(isinstance(message.get("content"), str) for message in task.messages):
-        return []
-    return [{"role": message["role"], "content": message["content"]} for message in task.messages]
+        return 1 + (zlib.crc32(",".join(map(str, asked)).encode()) << 16) + repeat
 
 
 def _special_texts(turn: Turn, tokenizer: Any) -> list[str]:

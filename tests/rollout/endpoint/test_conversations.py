@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightrl.rollout.endpoint.conversations import Conversations
 from lightrl.rollout.episode import Turn
+from lightrl.rollout.observations import SeenIds, SeenImage
 
 
 def turn(*ids: int) -> Turn:
@@ -59,3 +60,27 @@ def test_a_parent_that_is_no_prefix_is_not_believed() -> None:
     first = made.record([1], turn(2))
     assert made.record([1, 3], turn(4), parent=first).parent is None
     assert Conversations().episodes() == []
+
+
+def image(seed: int) -> SeenImage:
+    return SeenImage(bytes([seed]), "pixels", 9, 3)
+
+
+def test_a_call_with_another_image_in_its_history_continues_nothing() -> None:
+    """9 stands for an image; the call without images shows that of the run's own prompt."""
+    made = Conversations()
+    first = made.record(SeenIds([1, 9], [image(0)]), turn(3))
+    same = made.record(SeenIds([1, 9, 3, 9], [image(0), image(1)]), turn(4))
+    other = made.record(SeenIds([1, 9, 3, 9], [image(1), image(1)]), turn(4))
+    own = made.record([1, 9], turn(3))
+    changed = made.record(SeenIds([1, 9, 3, 8], [image(2)]), turn(4))
+    shown = made.record(SeenIds([1, 9, 3, 9], [image(2)]), turn(4))
+    calls = (first, same, other, own, changed, shown)
+    assert [call.parent for call in calls] == [None, first, None, None, None, own]
+    seen = sorted((episode.response_ids, [item.content for item in episode.images]) for episode in made.episodes())
+    assert seen == [
+        ([3, 9, 4], [b"\0", b"\1"]),
+        ([3, 9, 4], [b"\2"]),
+        ([4], [b"\1", b"\1"]),
+        ([4], [b"\2"]),
+    ]

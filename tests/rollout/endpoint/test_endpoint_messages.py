@@ -25,7 +25,11 @@ TOOL = {
         (None, "'messages' must be a list"),
         ([], "at least one message"),
         ([{"role": "robot", "content": ""}], r"messages\[0\] must be an object whose role is one of system"),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "images are not taken"),
+        (
+            [{"role": "user", "content": [{"type": "video_url"}]}],
+            "parts of type text and image_url; videos",
+        ),
+        ([{"role": "assistant", "content": [{"type": "image"}]}], "images of the assistant are not taken"),
         ([{"role": "user", "content": 3}], "must be a text"),
         ([{"role": "assistant", "tool_calls": [{"id": "x"}]}], "function.name"),
         ([{"role": "assistant", "tool_calls": {"id": "x"}}], "must be a list"),

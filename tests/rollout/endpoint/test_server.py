@@ -64,6 +64,7 @@ async def post(http: aiohttp.ClientSession, path: str, body: Any, **changes: Any
 
 MESSAGES = [{"role": "user", "content": "ab c?"}]
 CHAT = "/v1/chat/completions"
+GIF = "data:image/gif;base64,R0lGODlhAQABAIAAAAAAAP///yH5BAEAAAAALAAAAAABAAEAAAIBRAA7"
 
 
 def test_random_agents_over_http_train_the_engines_tokens(endpoint: Endpoint) -> None:
@@ -116,6 +117,9 @@ def test_openais_client_reads_answers_streams_and_errors(endpoint: Endpoint) -> 
         with pytest.raises(openai.BadRequestError, match="maximum context length is 200 tokens") as error:
             await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "c?" * 200}])
         assert error.value.code == "context_length_exceeded"
+        content = [{"type": "image_url", "image_url": {"url": GIF}}]
+        with pytest.raises(openai.BadRequestError, match="have an image, and this model takes only text"):
+            await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": content}])
         await client.close()
 
     play(endpoint, script, max_tokens=200)
@@ -214,7 +218,7 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     ("/inference/v1/generate", {"token_ids": []}, 400, "at least one integer"),
     ("/inference/v1/generate", {"token_ids": [True]}, 400, "at least one integer"),
     ("/inference/v1/generate", {"token_ids": [1], "sampling_params": 3}, 400, "must be an object"),
-    ("/inference/v1/generate", {"token_ids": [1], "features": {"x": 1}}, 400, "Images"),
+    ("/inference/v1/generate", {"token_ids": [1], "features": {"x": 1}}, 400, "takes no images"),
     ("/inference/v1/generate", {"token_ids": [1], "stream": True}, 400, "'stream' must be false"),
     ("/inference/v1/generate", {"token_ids": [1], "stream": "false"}, 400, "'stream' must be true or false"),
     ("/inference/v1/generate", {"token_ids": [1], "sampling_params": ""}, 400, "must be an object"),
