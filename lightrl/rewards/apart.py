@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lightrl.alone import Alone
+from lightrl.comm import Comm
 from lightrl.rewards.reward_set import RewardSet, is_collective
 
 
@@ -58,7 +59,8 @@ class LoneHost:
     materializes_weights = True
 
     def __init__(self, strategy: Any) -> None:
-        self.comm, self.device, self.tokenizer = Alone(), strategy.device, strategy.tokenizer
+        self.comm: Comm = strategy.comm  # while models are loaded, so that an error of one rank ends all
+        self.device, self.tokenizer = strategy.device, strategy.tokenizer
         self.prepare = strategy.prepare
 
     @torch.no_grad()
@@ -69,4 +71,6 @@ class LoneHost:
 
 def load_apart(rewards: RewardSet, strategy: Any) -> None:
     """Loads the models of the rewards on a rank that scores by itself; every rank that generates calls it."""
-    rewards.prepare(LoneHost(strategy))
+    host = LoneHost(strategy)
+    rewards.prepare(host)
+    host.comm = Alone()  # from now on no rank waits for another

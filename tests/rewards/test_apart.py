@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from lightrl.alone import Alone
+from lightrl.comm import Comm
 from lightrl.rewards.apart import LoneHost, leave_to_others, load_apart, needs_all_ranks, share_models
 from lightrl.rewards.reward_set import RewardSet, WeightedReward
 
@@ -11,7 +13,7 @@ class Together:
     is_collective = True
 
     def prepare(self, strategy):
-        self.host = strategy
+        self.host, self.loaded_with = strategy, strategy.comm
 
     def __call__(self, samples):
         return [1.0] * len(samples)
@@ -41,7 +43,7 @@ def test_reward_for_some_records_is_asked_like_the_reward_itself():
 
 
 class Strategy:
-    device, tokenizer = torch.device("cpu"), "tokenizer"
+    device, tokenizer, comm = torch.device("cpu"), "tokenizer", Comm()
 
     def prepare(self, model, *, is_rlhf=False):
         return model.eval().requires_grad_(not is_rlhf)
@@ -50,6 +52,8 @@ class Strategy:
 def test_a_rank_that_trains_loads_nothing_and_one_that_generates_a_model_of_its_own():
     mine = Apart()
     load_apart(rewards(one, mine), Strategy())
+    assert mine.loaded_with is Strategy.comm  # so that an error of one rank ends all
+    assert isinstance(mine.host.comm, Alone)
     assert (mine.host.comm.world, mine.host.tokenizer, mine.host.materializes_weights) == (1, "tokenizer", True)
     others = Apart()
     left = rewards(one, others)
