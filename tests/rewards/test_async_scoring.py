@@ -147,7 +147,7 @@ def test_an_async_reward_may_be_scored_where_a_loop_runs() -> None:
 
 def test_an_episode_does_not_wait_for_a_reward_that_blocks() -> None:
     async def blocking(sample: Sample) -> float:
-        time.sleep(3)
+        time.sleep(6)
         return 1.0
 
     async def slow(sample: Sample) -> float:
@@ -159,7 +159,7 @@ def test_an_episode_does_not_wait_for_a_reward_that_blocks() -> None:
     try:
         with pytest.raises(RewardError, match="'mine' is async and blocks: it waits for something without await"):
             asyncio.run(runner.arun([answered("a")], FailureBudget()))
-        assert time.monotonic() - started < 2.5
+        assert time.monotonic() - started < 5
     finally:
         runner.close()
     patient = make_runner(slow, ScoringLimits(timeout_s=0.3, concurrency=1))

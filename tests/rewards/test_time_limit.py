@@ -81,7 +81,7 @@ def test_a_timer_of_the_caller_goes_on() -> None:
             time.sleep(60)
         time.sleep(0.5)
         assert len(rung) == 1
-        assert 0.3 < rung[0] - started < 2
+        assert 0.3 < rung[0] - started < 5
     finally:
         signal.setitimer(signal.ITIMER_REAL, *outer)
         signal.signal(signal.SIGALRM, before)
@@ -125,20 +125,20 @@ def test_a_call_has_its_time_in_any_thread(where: Callable[[Callable[[], Any]], 
         where(lambda: call_in_time(5, fail))
     started = time.monotonic()
     with pytest.raises(TimeLimitError, match="no result after 0.1 s"):
-        where(lambda: call_in_time(0.1, time.sleep, 3))
-    assert time.monotonic() - started < 2
+        where(lambda: call_in_time(0.1, time.sleep, 6))
+    assert time.monotonic() - started < 5
 
 
 async def waits_without_await(_: Any) -> float:
-    time.sleep(3)
+    time.sleep(6)
     return 1.0
 
 
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        (lambda _: time.sleep(3), "no result after 0.1 s"),
-        (batch_reward(lambda samples: (time.sleep(3) for _ in samples)), "no result after 0.1 s"),
+        (lambda _: time.sleep(6), "no result after 0.1 s"),
+        (batch_reward(lambda samples: (time.sleep(6) for _ in samples)), "no result after 0.1 s"),
         (waits_without_await, "is async and blocks"),
     ],
     ids=["plain", "batch", "async"],
@@ -149,7 +149,7 @@ def test_a_reward_that_hangs_is_told_in_any_thread(reward: Any, message: str) ->
     started = time.monotonic()
     with pytest.raises(RewardError, match=message):
         in_a_thread(lambda: runner.run([answered("")], FailureBudget()))
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 5
     runner.close()
 
 

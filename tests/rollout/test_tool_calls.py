@@ -21,9 +21,9 @@ from lightrl.rollout.tool_calls import CallError, Tool, ToolBox, in_daemon_threa
 from lightrl.rollout.written_calls import ToolCall
 
 
-def box(**functions: Any) -> ToolBox:
+def box(timeout_s: float = 0.2, **functions: Any) -> ToolBox:
     tools = [Tool(name=name, schema={}, function=function) for name, function in functions.items()]
-    return ToolBox(tools, timeout_s=0.2, max_result_chars=50)
+    return ToolBox(tools, timeout_s=timeout_s, max_result_chars=50)
 
 
 def answers(tools: ToolBox, *names: str) -> list[tuple[str, bool]]:
@@ -122,20 +122,20 @@ def test_an_async_tool_behind_a_plain_decorator_is_awaited() -> None:
 
 
 def test_a_tool_that_goes_on_after_its_cancellation_is_answered_for_in_time() -> None:
-    async def stubborn() -> str:
-        for _ in range(2):
-            with suppress(asyncio.CancelledError):
-                await asyncio.sleep(1)
-        return "late"
+    allowed_to_end = asyncio.Event()
 
-    began = time.monotonic()
+    async def stubborn() -> str:
+        while not allowed_to_end.is_set():
+            with suppress(asyncio.CancelledError):
+                await allowed_to_end.wait()
+        return "late"
 
     async def ask() -> str:
         return (await box(stubborn=stubborn).answer(ToolCall("stubborn", {}))).text
 
     loop = asyncio.new_event_loop()  # asyncio.run() would wait for the tool at its end
     assert loop.run_until_complete(ask()) == "error: no result after 0.2 s"
-    assert time.monotonic() - began < 0.9
+    allowed_to_end.set()
     loop.run_until_complete(asyncio.wait(asyncio.all_tasks(loop)))
     loop.close()
 
@@ -148,11 +148,11 @@ def test_an_error_that_a_future_refuses_or_that_looks_like_the_time_limit_is_rea
         raise TimeoutError("the database is slow")
 
     began = time.monotonic()
-    assert answers(box(empty=empty, slow=slow), "empty", "slow") == [
+    assert answers(box(timeout_s=60, empty=empty, slow=slow), "empty", "slow") == [
         ("error: RuntimeError: StopIteration: ", True),
         ("error: TimeoutError: the database is slow", True),
     ]
-    assert time.monotonic() - began < 0.15
+    assert time.monotonic() - began < 30
 
 
 def test_half_a_character_in_an_answer_reaches_neither_the_tokenizer_nor_the_log(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from linear_time import require_linear
 
 from lightrl.rollout.tool_parsers import (
     PARSERS,
@@ -159,23 +160,23 @@ def test_texts_get_the_types_of_the_description() -> None:
 
 
 def test_a_turn_that_repeats_one_token_is_read_at_once() -> None:
-    text = f"<tool_call>{WRITTEN}</tool_call>" + "<tool_call>\n" * 20_000  # a search from each takes 50 seconds
-    began = time.monotonic()
-    assert hermes_calls(text) == [ToolCall("add", ADD)]
-    assert time.monotonic() - began < 1
-    many = "<parameter=a>\n" * 20_000
-    assert hermes_calls(tags(f"<function=add>{many}</function>"))[0].problem
-    assert hermes_calls(tags(f"<function=add>{many}</parameter></function>"))[0].name == "add"
-    assert hermes_calls(tags("<function=add>" + "<parameter=" * 10_000 + "</parameter></function>"))[0].problem
-    assert time.monotonic() - began < 1
-    for repeated in ("[" * 30_000, '{"a":' * 10_000):  # from each of them: a second
-        assert json_calls(f"{WRITTEN} {repeated} {WRITTEN}") == [ToolCall("add", ADD)]
-    began = time.monotonic()
-    assert json_calls("{" * 100_000 + WRITTEN) == [ToolCall("add", ADD)]
-    assert time.monotonic() - began < 1
-    cpu_began = time.process_time()
-    assert json_calls("[not JSON]" * 100_000 + WRITTEN) == [ToolCall("add", ADD)]  # each error counts lines
-    assert time.process_time() - cpu_began < 2
+    def reads(calls_in: Any, written: Callable[[int], str], count: int, found: Callable[[Any], object]) -> None:
+        assert found(calls_in(written(count)))
+        require_linear(calls_in, written, count)
+
+    def is_add(calls: Any) -> bool:
+        return calls == [ToolCall("add", ADD)]
+
+    opened = "<function=add>"
+    reads(hermes_calls, lambda n: f"<tool_call>{WRITTEN}</tool_call>" + "<tool_call>\n" * n, 20_000, is_add)
+    for end, found in (("", lambda calls: calls[0].problem), ("</parameter>", lambda calls: calls[0].name == "add")):
+        reads(hermes_calls, lambda n, e=end: tags(opened + "<parameter=a>\n" * n + e + "</function>"), 20_000, found)
+    ends = "</parameter></function>"
+    reads(hermes_calls, lambda n: tags(opened + "<parameter=" * n + ends), 10_000, lambda calls: calls[0].problem)
+    reads(json_calls, lambda n: f"{WRITTEN} " + "[" * n + f" {WRITTEN}", 30_000, is_add)
+    reads(json_calls, lambda n: f"{WRITTEN} " + '{"a":' * n + f" {WRITTEN}", 10_000, is_add)
+    reads(json_calls, lambda n: "{" * n + WRITTEN, 100_000, is_add)
+    reads(json_calls, lambda n: "[not JSON]" * n + WRITTEN, 100_000, is_add)  # each error counts lines
 
 
 def test_json() -> None:
@@ -375,10 +376,8 @@ def test_a_turn_that_repeats_an_opener_is_read_at_once(parser: str, around: str)
         "<|start|>to=functions.a",
         '<|start|>to=functions.a<|message|>{"',
     ):
-        for text in (opener * 100_000, around.replace("{}", opener * 100_000)):
-            began = time.process_time()
-            PARSERS[parser].calls_in(text)
-            assert time.process_time() - began < 3  # a search from each opener takes from 10 seconds to minutes
+        for text in ("{}", around):
+            require_linear(PARSERS[parser].calls_in, lambda n, t=text, o=opener: t.replace("{}", o * n), 100_000)
 
 
 def test_python_in_thoughts_may_lack_its_end() -> None:

@@ -404,13 +404,13 @@ def test_bad_settings_are_refused_before_anything_starts(monkeypatch: pytest.Mon
 @pytest.mark.skipif(not MOST_WAITING.exists() or int(MOST_WAITING.read_text()) < 1000, reason="the system allows few")
 def test_many_agents_connect_while_the_endpoint_is_busy(endpoint: Endpoint) -> None:
     assert endpoint.loop is not None
-    endpoint.loop.call_soon_threadsafe(time.sleep, 3)
+    endpoint.loop.call_soon_threadsafe(time.sleep, 6)
     host, port = endpoint.origin.removeprefix("http://").split(":")
     began = time.monotonic()
     with ExitStack() as opened:
         for _ in range(300):
             opened.enter_context(socket.create_connection((host, int(port)), timeout=30))
-        assert time.monotonic() - began < 2.5
+        assert time.monotonic() - began < 5
 
 
 def test_a_port_that_is_taken_is_named() -> None:
