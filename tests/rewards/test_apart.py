@@ -61,6 +61,7 @@ def test_a_rank_that_trains_loads_nothing_and_one_that_generates_a_model_of_its_
     left.prepare(Strategy())
     assert not hasattr(others, "host")
     assert left.rewards[0].reward is one
+    assert needs_all_ranks(left) is None
 
 
 def test_a_second_set_of_rewards_borrows_the_models():
