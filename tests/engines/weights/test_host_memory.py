@@ -40,6 +40,12 @@ def test_parameters_keep_their_values_and_their_neighbours() -> None:
     assert not move_apart(model.parameters())
 
 
+def test_parameters_do_not_overlap() -> None:
+    many = {str(size): nn.Parameter(torch.full((size,), float(size))) for size in range(15, 19)}  # 64 bytes are 16
+    assert move_together(many, Comm())
+    assert all(bool((item == float(name)).all()) and len(item) == int(name) for name, item in many.items())
+
+
 def test_weights_in_common_memory_are_dropped_after_they_left_it() -> None:
     model, calls = joined(), []
     assert move_together(dict(model.named_parameters()), Comm())
