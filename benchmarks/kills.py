@@ -22,11 +22,13 @@ from lightrl.builtin.model import tiny_model
 from lightrl.testing import run_spmd
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "train_grpo.py"
+AGENT = ("--rollout.workflow_args", "agent=examples.openai_agent:play")
 SCHEDULES: dict[str, tuple[str, ...]] = {
     "partial": (),
     "from the prompt": ("--rollout.partial", "False"),
     "tail batches": ("--rollout.tail_batch", "1", "--rollout.tail_after", "1"),
     "curriculum": ("--data.curriculum", "half_solved", "--rollout.filter", "unequal_rewards"),
+    "agents": ("--rollout.workflow", "agent", *AGENT, "--rollout.turn_wait_s", "60", "--max_new_tokens", "6"),
 }
 REWARD = '''
 import json, os, signal

@@ -162,6 +162,10 @@ class WorkflowConfig(RecordConfig, ScheduleConfig):
     may have if those are fewer."""
     episode_timeout_s: float = option(0.0, at_least=0)
     """Seconds after which an episode counts as failed. 0: no limit."""
+    turn_wait_s: float = option(0.0, at_least=0, check=lambda config: _check_turn_wait(config))
+    """Maximum number of seconds that the engine waits, before each of its steps, for episodes between two turns, such
+    as with a tool or an agent's request. The time that these take then changes no number of a schedule, also after a
+    resume (docs/schedules.md). 0: it does not wait. With --rollout.over_issue."""
 
     def check(self) -> None:
         """Raises ValueError for options that do nothing."""
@@ -183,6 +187,11 @@ class WorkflowConfig(RecordConfig, ScheduleConfig):
                 "default) would not use. Give --reward episode to learn from them, or --reward exact_match=1 to "
                 "compare the text of the episode with the answer all the same."
             )
+
+
+def _check_turn_wait(config: WorkflowConfig) -> None:
+    for switch in ("rollout.workflow", "rollout.over_issue"):
+        check_needed("rollout.turn_wait_s", switch, config)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -34,6 +35,7 @@ class Journal:
     shown: dict[Number, str] = field(default_factory=dict)  # digests of the images and videos that a call showed
     num_calls: int = 0  # in the present run of the episode's code
     num_results: int = 0
+    num_waits: int = 0  # for siblings, at the moment
     shared: list[Number] = field(default_factory=list)  # calls for all siblings in this run of the code, in order
     # Of all episodes under way.
     begun: Mapping[tuple[int, int], Journal] = field(default_factory=dict, repr=False, compare=False)
@@ -45,13 +47,18 @@ class Journal:
 
     def rewind(self) -> None:
         """Prepares for the episode's code to run from its beginning."""
-        self.num_calls = self.num_results = 0
+        self.num_calls = self.num_results = self.num_waits = 0
         self.shared = []
 
     def forget(self) -> None:
         """Erases the journal for an episode that starts over from its prompt."""
         self.completions, self.partials, self.results, self.shown = {}, {}, {}, {}
         self.rewind()
+
+    @property
+    def is_among_siblings(self) -> bool:
+        """Whether the episode waits for a result that depends on its siblings."""
+        return self.num_waits > 0
 
     @property
     def num_kept_bytes(self) -> int:
@@ -161,6 +168,20 @@ def _number(key: Number) -> Number:
 
 CURRENT: ContextVar[Journal | None] = ContextVar("journal", default=None)  # of the episode whose code is running
 _SHARED: ContextVar[Iterator[str] | None] = ContextVar("shared", default=None)  # numbers, within once()
+
+
+@contextmanager
+def waiting_for_siblings() -> Iterator[None]:
+    """Marks the episode whose code is running as waiting for its siblings."""
+    journal = CURRENT.get()
+    if journal is None:
+        yield
+        return
+    journal.num_waits += 1
+    try:
+        yield
+    finally:
+        journal.num_waits -= 1
 
 
 async def for_all_siblings(name: str, make: Callable[[], Awaitable[T]]) -> T:

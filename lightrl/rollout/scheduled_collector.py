@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any
 
 from lightrl.config import RolloutConfig
-from lightrl.engines.base import SamplingParams
+from lightrl.engines.base import EngineGroup, SamplingParams
+from lightrl.engines.colocated import ColocatedEngine
 from lightrl.metrics import Statistics
 from lightrl.records import Sample, ScoredGroup, Status
 from lightrl.rewards.components import ComponentKeeper
@@ -53,6 +54,7 @@ class Pace:
     partial: bool = True  # False: a sample that is not finished within a step starts over from its prompt
     keep: Filter | None = None  # rejects a scored group by returning False
     keeps_cache: bool = False  # whether samples that continue keep their keys and values
+    driver: Callable[[ColocatedEngine, EngineGroup], PhasedDriver] = PhasedDriver
 
 
 class ScheduledCollector(EpisodeCollector):
@@ -87,7 +89,7 @@ class ScheduledCollector(EpisodeCollector):
         serving = self._strategy.serving
         with serving.session() as engine:
             if self._driver is None or self._driver.engine is not engine:
-                self._driver = PhasedDriver(engine, serving.group)
+                self._driver = self._pace.driver(engine, serving.group)
             first = self._driver.num_steps
             batch = self._roll_out(self._driver, step, group_size, replace(self._sampling, temperature=temperature))
             self._statistics.maximum("rollout/engine_steps", self._driver.num_steps - first)

@@ -13,7 +13,7 @@ from lightrl.records import Prompt, Sample
 from lightrl.rewards.applicability import fail_unjudged
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rewards.scoring import FailureBudget, Outcome, RewardError, has_reward
-from lightrl.rollout.journal import for_all_siblings
+from lightrl.rollout.journal import for_all_siblings, waiting_for_siblings
 from lightrl.rollout.observations import SeenImage
 
 
@@ -54,7 +54,8 @@ class Siblings:
         """Returns the result of make(), which is called only for the first sibling that asks by this name."""
         if name not in self._shared:
             self._shared[name] = asyncio.ensure_future(for_all_siblings(name, make))
-        return await asyncio.shield(self._shared[name])  # so that a cancelled sibling does not cancel the others
+        with waiting_for_siblings():
+            return await asyncio.shield(self._shared[name])  # so that a cancelled sibling does not cancel the others
 
     async def reward(self, sample: Sample, *, alone: bool = False) -> float:
         """Returns the weighted sum of the run's rewards; raises RewardError if one failed.
@@ -77,7 +78,8 @@ class Siblings:
         self._waiting.append(waiting)
         try:
             await self._score_if_complete(rewards)
-            return await waiting.answer
+            with waiting_for_siblings():
+                return await waiting.answer
         finally:
             waiting.answer.cancel()  # if the episode was cancelled
 

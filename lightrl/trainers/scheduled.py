@@ -14,6 +14,7 @@ from lightrl.imports import load_object
 from lightrl.metrics import Statistics
 from lightrl.records import Experience, PackedBatch, ScoredGroup, Status
 from lightrl.rollout.late_drop import DroppingScheduler, LateDropCollector
+from lightrl.rollout.patient_driver import driver_of
 from lightrl.rollout.schedule import Schedule
 from lightrl.rollout.scheduled_collector import Filter, Pace, ScheduledCollector, scheduled_collector
 from lightrl.rollout.scheduler import AsyncScheduler, Rules, Scheduler, SyncScheduler
@@ -55,7 +56,13 @@ class ScheduledTrainer(Trainer):
         keep = self.filter_of(config)
         super().__init__(run, **parts)
         options = config.rollout
-        pace = Pace(agree_every=options.agree_every, partial=options.partial, keep=keep, keeps_cache=options.keep_cache)
+        pace = Pace(
+            agree_every=options.agree_every,
+            partial=options.partial,
+            keep=keep,
+            keeps_cache=options.keep_cache,
+            driver=driver_of(options),
+        )
         self.collector = scheduled_collector(
             self.run.workflow,
             self.strategy,

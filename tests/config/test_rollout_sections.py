@@ -19,6 +19,11 @@ from lightrl.config import GRPOConfig, WorkflowConfig, parse_config
         ({"max_staleness": 2, "late": "drop"}, "--rollout.late drop does nothing without --rollout.over_issue"),
         ({"over_issue": 1.0, "max_staleness": 2, "late": "drop", "tail_batch": 0}, "tail_batch 0 waits for"),
         ({"over_issue": 1.0, "max_staleness": 2, "on_policy_min_ratio": 0.5}, "ratio 0.5 needs --rollout.late drop"),
+        ({"workflow": "agent", "turn_wait_s": 5.0}, "turn_wait_s does nothing without --rollout.over_issue"),
+        (
+            {"over_issue": 0.5, "max_staleness": 2, "turn_wait_s": 5.0},
+            "turn_wait_s does nothing without --rollout.workflow",
+        ),
         ({"late": "drop", "on_policy_min_ratio": 1.5}, "on_policy_min_ratio"),
     ],
 )

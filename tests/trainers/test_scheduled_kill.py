@@ -9,13 +9,14 @@ PATH = Path(__file__).parents[2] / "benchmarks" / "kills.py"
 
 
 @pytest.mark.slow
-def test_killed_runs_of_two_ranks_equal_an_undisturbed_one_of_a_single_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", ["tail batches", "agents"])
+def test_killed_runs_of_two_ranks_equal_an_undisturbed_one_of_a_single_rank(schedule: str, tmp_path: Path) -> None:
     """A sample of benchmarks/kills.py, which does so for all schedules, on 1, 2 and 3 ranks, and with learning."""
     spec = importlib.util.spec_from_file_location("kills", PATH)
     assert spec is not None
     assert spec.loader is not None
     kills = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(kills)
-    flags = [*kills.make_model(tmp_path), *kills.SCHEDULES["tail batches"], "--lr", "0"]
+    flags = [*kills.make_model(tmp_path), *kills.SCHEDULES[schedule], "--lr", "0"]
     undisturbed = kills.digest_of(flags, tmp_path / "one", 1)
     assert kills.digest_of(flags, tmp_path / "two", 2, killed_at=20) == undisturbed
