@@ -128,6 +128,7 @@ class Sample:
     components: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Weight and value of each reward, by label; NaN if it does not apply, or failed without a --reward_failure_value.
     Kept only for an estimator that needs them."""
+    judged: float | None = None  # what --dynamic_sampling.reward counts in its place, if another rank has scored it
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:

@@ -9,17 +9,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from lightrl.comm import Comm
 from lightrl.config import DynamicSamplingConfig
 from lightrl.data.sampler import shard
 from lightrl.metrics import Statistics
-from lightrl.records import Prompt, Sample, ScoredGroup
-from lightrl.rewards import NO_REWARD
-from lightrl.rewards.reward_set import RewardSet, is_collective
-from lightrl.rewards.scoring import Outcome, counted
+from lightrl.records import Prompt, ScoredGroup
+from lightrl.rewards.reward_set import RewardSet
+from lightrl.rollout.differing_reward import DifferingReward
 from lightrl.rollout.saved_groups import group_from_state, group_state
 
 logger = logging.getLogger(__name__)
@@ -47,39 +45,12 @@ class DynamicSampling:
         self._statistics = statistics
         self._spares: list[ScoredGroup] = []  # of this rank
         self._has_warned = False
-        self._values: dict[Any, float | None] = {}  # of the reward that must differ, by the sample's key and text
-        self._failure_value: float | None = None
+        self._differing: DifferingReward | None = None
 
     def hear(self, rewards: RewardSet) -> None:
         """Listens to the reward that must differ; raises ValueError if the option names none of the run."""
-        name = self._config.reward
-        known = [item.label for item in rewards.rewards if not is_collective(item.reward)]
-        if name and name not in known:
-            raise ValueError(
-                f"--dynamic_sampling.reward {name!r} is no reward of this run that each rank computes by itself. "
-                f"There {'is ' if len(known) == 1 else 'are '}{', '.join(known) or 'none'}."
-            )
-        if name:
-            self._failure_value = rewards.policy.value
-            rewards.hear(self._note)
-
-    def _note(self, label: str, samples: Sequence[Sample], outcomes: Sequence[Outcome]) -> None:
-        if label == self._config.reward:
-            for sample, outcome in zip(samples, outcomes, strict=True):
-                self._values[sample.key, sample.text] = counted(outcome, self._failure_value)
-
-    def _judged(self, group: ScoredGroup) -> ScoredGroup:
-        """Returns a group whose sums differ with the reward that must differ, too, where the run has computed it.
-
-        A group to which that reward does not apply is returned with its sums.
-        """
-        if not (self._values and group.has_signal):
-            return group
-        pairs = zip(group.samples, group.rewards, strict=True)
-        values = [self._values.get((sample.key, sample.text), reward) for sample, reward in pairs]
-        if all(value is None for value in values):
-            return group
-        return replace(group, rewards=tuple(NO_REWARD if value is None else value for value in values))
+        if self._config.reward:
+            self._differing = DifferingReward(self._config.reward, rewards)
 
     def fill(self, step: int, draw: DrawGroups) -> list[ScoredGroup]:
         """Returns this rank's groups of the batch, which has num_prompts groups, or fewer after the last round.
@@ -93,9 +64,10 @@ class DynamicSampling:
         num_kept, num_drawn, num_rounds = self._count(kept), 0, 0
         while num_kept < self._num_prompts and num_rounds < self._config.max_rounds:
             count = math.ceil((self._num_prompts - num_kept) * self._config.oversample)
-            self._values.clear()
+            if self._differing is not None:
+                self._differing.forget()
             drawn = draw(count, num_drawn)
-            judged = [self._judged(group) for group in drawn]
+            judged = drawn if self._differing is None else [self._differing.judged(group) for group in drawn]
             self._count_dropped(judged)
             kept += [group for group, one in zip(drawn, judged, strict=True) if one.has_signal]
             num_kept, num_drawn, num_rounds = self._count(kept), num_drawn + count, num_rounds + 1

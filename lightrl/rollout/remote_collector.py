@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from lightrl.comm import Comm
 from lightrl.data.sampler import Draws
-from lightrl.engines.link import Link
+from lightrl.engines.link import Command, Link
 from lightrl.metrics import Statistics
 from lightrl.records import Prompt, Sample, ScoredGroup
 from lightrl.rollout.collector import Prompts
@@ -32,29 +32,42 @@ class RemoteCollector:
 
     def sample(self, prompts: Prompts, *, step: int, group_size: int, temperature: float) -> list[Sample]:
         """Returns this rank's samples of the step, which are already scored; every rank calls it."""
-        first, count = prompts[0][0] if prompts else 0, int(self._comm.all_reduce(len(prompts), "sum"))
-        groups: list[ScoredGroup] = []
-        with self._comm.phase("waiting for samples", local=True):
-            if self._link is not None:
-                self._link.require_others()  # even if the batch is already there
-                groups = self.take(self._link, step, first, count)
-        outgoing: list[list[ScoredGroup]] = [[] for _ in range(self._comm.world)]
-        for position, group in enumerate(groups, start=first):
-            outgoing[position % self._comm.world].append(group.at(position))
-        mine = self._comm.exchange(outgoing)
+        mine = self._dealt_out(prompts, lambda link, first, count: self.take(link, step, first, count))
         self._rewards = {
             sample.key: reward for group in mine for sample, reward in zip(group.samples, group.rewards, strict=True)
         }
         return [sample for group in mine for sample in group.samples]
+
+    def _dealt_out(
+        self, prompts: Prompts, take: Callable[[Link, int, int], Sequence[ScoredGroup]]
+    ) -> list[ScoredGroup]:
+        """Returns this rank's share of the groups that take(link, first, count) gives rank 0; every rank calls it."""
+        first, count = prompts[0][0] if prompts else 0, int(self._comm.all_reduce(len(prompts), "sum"))
+        groups: Sequence[ScoredGroup] = ()
+        with self._comm.phase("waiting for samples", local=True):
+            if self._link is not None:
+                self._link.require_others()  # even if the batch is already there
+                groups = take(self._link, first, count)
+        outgoing: list[list[ScoredGroup]] = [[] for _ in range(self._comm.world)]
+        for position, group in enumerate(groups, start=first):
+            outgoing[position % self._comm.world].append(group.at(position))
+        return self._comm.exchange(outgoing)
 
     def take(self, link: Link, step: int, first: int, count: int) -> list[ScoredGroup]:
         """Has the rollout ranks sample the step's prompts first, first + 1, ..., which the trainer drew last.
 
         Returns the groups in the order of the prompts.
         """
+        return self._answered(link, {"do": "rollout", "step": step, "first": first, "prompts": self._drawn(count)})
+
+    def _drawn(self, count: int) -> list[int]:
+        """Returns the data indices of the prompts that the trainer drew last."""
         end = self._sampler.num_drawn
-        drawn = [self._sampler.index_at(ticket) for ticket in range(end - count, end)]
-        link.post({"do": "rollout", "step": step, "first": first, "prompts": drawn})
+        return [self._sampler.index_at(ticket) for ticket in range(end - count, end)]
+
+    def _answered(self, link: Link, command: Command) -> list[ScoredGroup]:
+        """Has the rollout ranks carry out a command, and returns their groups in the order of the prompts."""
+        link.post(command)
         groups: list[ScoredGroup] = []
         for content in link.answers():
             answer = from_bytes(content)
@@ -72,9 +85,9 @@ class RemoteCollector:
                 statistics.merge(values)
         return [self._rewards[sample.key] for sample in samples]
 
-    def sample_greedily(self, prompts: Prompts) -> NoReturn:
-        """Raises an error; estimators that need greedy responses are refused earlier."""
-        raise RuntimeError("With --rollout_ranks there are no greedy responses to compare with.")
+    def sample_greedily(self, prompts: Prompts) -> list[Sample]:
+        """Raises an error: GreedyRemoteCollector has greedy responses, where an estimator needs them."""
+        raise RuntimeError("This collector has no greedy responses to compare with.")
 
     def evaluate(self, prompts: Sequence[Prompt], **settings: Any) -> dict[str, float]:
         """Has the rollout ranks evaluate the weights that they received last; settings as for Collector.evaluate()."""

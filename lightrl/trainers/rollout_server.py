@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,10 +19,12 @@ from lightrl.metrics import Statistics
 from lightrl.models.lora import add_adapters
 from lightrl.models.packed_attention import varies_with_length
 from lightrl.models.policy import load_policy
+from lightrl.records import ScoredGroup
 from lightrl.rewards.apart import load_apart, share_models
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.roles import Role
-from lightrl.rollout.collector import Collector, grouped, sampling_of
+from lightrl.rollout.collector import Collector, Prompts, grouped, sampling_of
+from lightrl.rollout.differing_reward import differing_reward_of
 from lightrl.rollout.episode_collector import EpisodeCollector, collector_of_episodes
 from lightrl.rollout.episode_production import EpisodeProduction
 from lightrl.rollout.majority import add_majority
@@ -58,6 +60,7 @@ class RolloutServer:
             load_apart(self.rewards, self.strategy)
             self._rewards = self._rewards_of_training()
             self._keeper = keeper_of(config, self._rewards)
+            self._differing = differing_reward_of(config, self._rewards)
             self._start_engine()
             self.collector = self._make_collector()
             if config.eval.majority:
@@ -70,6 +73,7 @@ class RolloutServer:
             "begin": self._begin,
             "weights": self._take_weights,
             "rollout": self._roll_out,
+            "greedy": self._respond_greedily,
             "evaluate": self._evaluate,
             "save": self._save,
         }
@@ -145,11 +149,11 @@ class RolloutServer:
 
     def _roll_out(self, command: Command) -> None:
         """Generates and scores this rank's part of a step's samples, as a trainer with an engine does."""
-        config, comm, statistics = self.config, self.strategy.comm, Statistics()
-        drawn = enumerate(command["prompts"], start=command["first"])
-        batch = [(position, self.prompts.train[index]) for position, index in drawn]
+        config, statistics = self.config, Statistics()
+        if self._differing is not None:
+            self._differing.forget()
         samples = self.collector.sample(
-            shard(batch, comm.rank, comm.world),
+            self._share_of(command),
             step=command["step"],
             group_size=config.group_size,
             temperature=config.temperature,
@@ -158,6 +162,24 @@ class RolloutServer:
         groups = grouped(samples, rewards, config.group_size, command["step"])
         if self._keeper is not None:
             groups = self._keeper.completed(groups)
+        if self._differing is not None:
+            groups = self._differing.completed(groups)
+        self._answer_groups(groups, statistics)
+
+    def _respond_greedily(self, command: Command) -> None:
+        """Responds greedily to this rank's part of a step's prompts, and scores the responses."""
+        statistics = Statistics()
+        samples = self.collector.sample_greedily(self._share_of(command))
+        rewards = self.collector.score(samples, statistics, prefix="greedy/")
+        self._answer_groups(grouped(samples, rewards, 1, self.step_index), statistics)
+
+    def _share_of(self, command: Command) -> Prompts:
+        """Returns this rank's part of the prompts that a command names."""
+        drawn = enumerate(command["prompts"], start=command["first"])
+        batch = [(position, self.prompts.train[index]) for position, index in drawn]
+        return shard(batch, self.strategy.comm.rank, self.strategy.comm.world)
+
+    def _answer_groups(self, groups: Sequence[ScoredGroup], statistics: Statistics) -> None:
         self.link.answer(
             to_bytes({"groups": [group_state(group) for group in groups], "statistics": statistics.take()})
         )

@@ -6,7 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 from lightrl.algorithms.registry import AdvantageTraits, find, traits_of
 from lightrl.comm import RankError
@@ -22,6 +22,7 @@ from lightrl.rollout.bounded_drop import DroppingCollector
 from lightrl.rollout.bounded_filter import filtering
 from lightrl.rollout.recorded_schedule import ScheduleLog
 from lightrl.rollout.remote_collector import RemoteCollector
+from lightrl.rollout.remote_greedy import GreedyRemoteCollector
 from lightrl.strategy import StrategyBase, create_strategy, strategy_class
 from lightrl.strategy.serving.remote_serving import RemoteServing
 from lightrl.trainers.curriculum import CurriculumTrainer, load_curriculum
@@ -92,7 +93,8 @@ class Learner(Trainer):
 
     def _make_collector(self) -> RemoteCollector:
         comm, link, prompts, tickets = self.strategy.comm, self._link, self.prompts, self._tickets
-        made = RemoteCollector(comm, link, prompts.train, prompts.sampler)
+        plain = GreedyRemoteCollector if _needs_greedy(self.config) else RemoteCollector
+        made = plain(comm, link, prompts.train, prompts.sampler)
         if self.config.rollout.max_staleness:
             log = ScheduleLog(self.folder.root)
             kind = BOUNDED_COLLECTORS[self.config.rollout.late]
@@ -184,8 +186,10 @@ def check_split(config: RolloutConfig) -> None:
     check_own_options(config, strategy_class(config.strategy))  # here, as rollout ranks create another strategy
     if config.offload_while_generating:
         raise _refused("--offload_while_generating, since no engine shares the trainer's device", "Leave it out")
-    if isinstance(config, GRPOConfig):
-        _check_advantage(config.algorithm.advantage)
+    if _needs_greedy(config) and (ahead := config.rollout.max_staleness):
+        text = f"--algorithm.advantage {config.algorithm.advantage} and --rollout.max_staleness {ahead}"
+        remedy = "Give --rollout.workflow remax --algorithm.advantage reinforce, which subtracts the same baseline"
+        raise _refused(text, remedy)
 
 
 def rewards_of_samples(config: RolloutConfig) -> RewardSet:
@@ -196,10 +200,11 @@ def rewards_of_samples(config: RolloutConfig) -> RewardSet:
     return rewards
 
 
-def _check_advantage(name: str) -> None:
-    needs = traits_of(find("advantage", name), AdvantageTraits).needs
-    if "greedy_baseline" in needs:
-        raise _refused(f"--algorithm.advantage {name}, which needs greedy responses", "Choose another advantage")
+def _needs_greedy(config: RolloutConfig) -> TypeGuard[GRPOConfig]:
+    """Returns whether the estimator compares samples with greedy responses."""
+    if not isinstance(config, GRPOConfig):
+        return False
+    return "greedy_baseline" in traits_of(find("advantage", config.algorithm.advantage), AdvantageTraits).needs
 
 
 def _check_schedule(config: RolloutConfig) -> None:
@@ -216,8 +221,6 @@ def _check_filters(config: RolloutConfig) -> None:
     if sampling is not None and sampling.enabled and ahead:
         text = f"--dynamic_sampling.enabled and --rollout.max_staleness {ahead}"
         raise _refused(text, "Give --rollout.filter unequal_rewards instead of --dynamic_sampling.enabled")
-    if sampling is not None and sampling.reward:
-        raise _refused("--dynamic_sampling.reward, since the trainers get only the sum of the rewards", "Leave it out")
     if load_filter(config) is None:
         return
     if not ahead:

@@ -16,10 +16,6 @@ from lightrl.trainers.separate import Learner, check_split, in_role, rewards_of_
             "--dynamic_sampling.enabled and --rollout.max_staleness 1. Give --rollout.filter unequal_rewards",
         ),
         (
-            {"dynamic_sampling": DynamicSamplingConfig(enabled=True, reward="exact_match")},
-            "--dynamic_sampling.reward, since the trainers get only the sum",
-        ),
-        (
             {"rollout": WorkflowConfig(filter="unequal_rewards")},
             "--rollout.filter and --rollout.max_staleness 0. Give --dynamic_sampling.enabled True instead",
         ),
@@ -88,10 +84,12 @@ def over_greedy(samples):
 
 
 @pytest.mark.parametrize("name", ["remax", f"{__name__}:over_greedy"])
-def test_greedy_baselines_are_refused(name):
+def test_greedy_baselines_are_refused_for_groups_that_are_made_ahead(name):
     config = GRPOConfig(rollout_ranks=1)
     config.algorithm.advantage = name
-    with pytest.raises(ValueError, match=f"--algorithm.advantage {name}, which needs greedy responses"):
+    check_split(config)
+    config.rollout.max_staleness = 1
+    with pytest.raises(ValueError, match=f"--algorithm.advantage {name} and --rollout.max_staleness 1. Give --rollout"):
         check_split(config)
 
 

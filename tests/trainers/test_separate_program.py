@@ -122,6 +122,38 @@ def test_dynamic_sampling_draws_the_same_rounds_on_separate_ranks(toy_flags: lis
         assert all(math.isclose(one[name], other[name], rel_tol=1e-4, abs_tol=1e-5) for name in same)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["odd_digits", "length"])
+def test_a_named_reward_must_differ_on_separate_ranks_too(name: str, toy_flags: list[str], tmp_path: Path) -> None:
+    """The rewards of one token: `length` is the same for all, and the sums differ only by the other one."""
+    together, apart = tmp_path / "together", tmp_path / "apart"
+    place = toy_flags.index("--reward") + 1
+    flags = [*toy_flags[: place + 1], "length=0.5", *toy_flags[place + 1 :], "--reward_args", "length.target=8"]
+    flags += ["--max_new_tokens", "1", "--group_size", "2", "--strategy", "single", "--checkpoint.every", "1"]
+    flags += ["--dynamic_sampling.enabled", "True", "--dynamic_sampling.reward", name, "--max_steps", "4"]
+    run_program([sys.executable, str(SCRIPT), *flags, "--output_dir", str(together)], timeout_s=280)
+    split = [*flags, "--rollout_ranks", "1", "--output_dir", str(apart)]
+    run_spmd(SCRIPT, *split, "--max_steps", "2", world_size=2, timeout_s=280)
+    assert "continuing after step 2" in run_spmd(SCRIPT, *split, world_size=2, timeout_s=280)
+    assert rows(apart) == rows(together)
+    fills = {row["dynamic_sampling/fill"] for row in rows(apart) if "dynamic_sampling/fill" in row}
+    assert fills == {0.0} if name == "length" else max(fills) > 0.0
+
+
+@pytest.mark.slow
+def test_greedy_baselines_come_from_the_ranks_that_generate(toy_flags: list[str], tmp_path: Path) -> None:
+    together, apart = tmp_path / "together", tmp_path / "apart"
+    place = toy_flags.index("--reward") + 1
+    flags = [*toy_flags[: place + 1], "length=0.5", *toy_flags[place + 1 :], "--reward_args", "length.target=8"]
+    flags += ["--algorithm.advantage", "remax", "--strategy", "single", "--checkpoint.every", "1"]
+    run_program([sys.executable, str(SCRIPT), *flags, "--output_dir", str(together)], timeout_s=280)
+    split = [*flags, "--rollout_ranks", "2", "--output_dir", str(apart)]
+    run_spmd(SCRIPT, *split, "--max_steps", "2", world_size=3, timeout_s=280)
+    assert "continuing after step 2" in run_spmd(SCRIPT, *split, world_size=3, timeout_s=280)
+    assert rows(apart) == rows(together)
+    assert [row["step"] for row in rows(apart) if "greedy/reward/odd_digits" in row] == [1, 2, 3]
+
+
 @pytest.fixture(scope="module")
 def reward_model(tmp_path_factory: pytest.TempPathFactory, toy: Path) -> list[str]:
     """The flags for a random reward model."""
