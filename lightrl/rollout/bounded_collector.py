@@ -152,10 +152,15 @@ class BoundedCollector(RemoteCollector):
         num_steps = num_steps_started(self._rules, step, self._num_steps) - self._first_step
         num_dropped: int = self._comm.broadcast_object(self._num_dropped)  # known on rank 0 alone
         end = num_steps * self._rules.batch_size + num_dropped
-        chosen = [self._sampler.index_at(self._order[number]) for number in range(self._num_named, end)]
-        self._num_named += len(chosen)
+        chosen = self._choose_prompts(end)
         if self._link is not None:
             self._link.post({"do": "name", "prompts": chosen})
+
+    def _choose_prompts(self, end: int) -> list[int]:
+        """Chooses the prompts of all groups up to a number that have none yet; returns their data indices."""
+        chosen = [self._sampler.index_at(self._order[number]) for number in range(self._num_named, end)]
+        self._num_named += len(chosen)
+        return chosen
 
     def _require_young(self, groups: Sequence[ScoredGroup], step: int) -> None:
         """Checks every token against the bound, since groups were chosen by the version at their start."""

@@ -14,9 +14,11 @@ from lightrl.rollout.saved_groups import group_from_state
 from lightrl.rollout.scheduled_collector import Filter
 
 
-def filtering(kind: type[BoundedCollector], keep: Filter) -> type[BoundedCollector]:
-    """Returns the kind of collector whose steps take only groups that the filter keeps."""
-    return type(f"Filtering{kind.__name__}", (FilteringCollector, kind), {"keep": staticmethod(keep)})
+def filtering(
+    kind: type[BoundedCollector], keep: Filter, by: type[FilteringCollector] | None = None
+) -> type[BoundedCollector]:
+    """Returns the kind of collector whose steps take only groups that the filter keeps; `by` replaces the others."""
+    return type(f"Filtering{kind.__name__}", (by or FilteringCollector, kind), {"keep": staticmethod(keep)})
 
 
 class FilteringCollector(BoundedCollector):

@@ -14,7 +14,7 @@ _GREEDY = -1  # index of a greedy response in its group, beside those of the sam
 
 
 class GreedyRemoteCollector(RemoteCollector):
-    """Also has the rollout ranks respond greedily to the prompts of a step, and score these responses."""
+    """Has the rollout ranks sample as the base does, and respond greedily to the same prompts."""
 
     def sample_greedily(self, prompts: Prompts) -> list[Sample]:
         """Returns the greedy response to each of this rank's prompts, which is already scored."""

@@ -57,6 +57,17 @@ class CurriculumTrainer(Trainer):
         learned: list[Experience] = super().learn_from(groups)  # type: ignore[misc]
         return learned
 
+    def noting(self, keep: Filter) -> Filter:
+        """Returns a filter that also tells the curriculum of the groups that it rejects."""
+
+        def noted(group: ScoredGroup) -> bool:
+            is_kept = keep(group)
+            if not is_kept:
+                self.note(group)
+            return is_kept
+
+        return noted
+
     def note(self, group: ScoredGroup) -> None:
         """Keeps a group's result for the next step."""
         known = [reward for reward in group.rewards if not math.isnan(reward)]
@@ -70,16 +81,7 @@ class _ScheduledCurriculum(CurriculumTrainer, ScheduledTrainer):
     def filter_of(self, config: RolloutConfig) -> Filter | None:
         """Returns the run's filter, wrapped to tell the curriculum of the groups that it rejects."""
         keep = load_filter(config)
-        if keep is None:
-            return None
-
-        def noted(group: ScoredGroup) -> bool:
-            is_kept = keep(group)
-            if not is_kept:
-                self.note(group)
-            return is_kept
-
-        return noted
+        return None if keep is None else self.noting(keep)
 
 
 def load_curriculum(name: str) -> Weigh:

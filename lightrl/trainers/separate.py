@@ -20,9 +20,11 @@ from lightrl.roles import Role, split
 from lightrl.rollout.bounded_collector import BoundedCollector, Tickets
 from lightrl.rollout.bounded_drop import DroppingCollector
 from lightrl.rollout.bounded_filter import filtering
+from lightrl.rollout.bounded_naming import NamingCollector
 from lightrl.rollout.recorded_schedule import ScheduleLog
 from lightrl.rollout.remote_collector import RemoteCollector
 from lightrl.rollout.remote_greedy import GreedyRemoteCollector
+from lightrl.rollout.scheduled_collector import Filter
 from lightrl.strategy import StrategyBase, create_strategy, strategy_class
 from lightrl.strategy.serving.remote_serving import RemoteServing
 from lightrl.trainers.curriculum import CurriculumTrainer, load_curriculum
@@ -99,7 +101,7 @@ class Learner(Trainer):
             log = ScheduleLog(self.folder.root)
             kind = BOUNDED_COLLECTORS[self.config.rollout.late]
             if (keep := load_filter(self.config)) is not None:
-                kind = filtering(kind, keep)
+                kind = self._filtering(kind, keep)
             made = kind(
                 comm,
                 link,
@@ -114,6 +116,12 @@ class Learner(Trainer):
             known = {"first": tickets.first, "used": sorted(tickets.beyond), "begun": tickets.begun}
             link.post({"do": "begin", "folder": str(self.folder.root), "step": self.step_index, **known})
         return made
+
+    def _filtering(self, kind: type[BoundedCollector], keep: Filter) -> type[BoundedCollector]:
+        """Returns the kind of collector with the filter, of whose rejections a curriculum learns, too."""
+        if isinstance(self, CurriculumTrainer):
+            return filtering(kind, self.noting(keep), by=NamingCollector)
+        return filtering(kind, keep)
 
     def fit(self) -> dict[str, float]:
         """Trains to max_steps; reports an error to the rollout ranks."""
@@ -226,9 +234,6 @@ def _check_filters(config: RolloutConfig) -> None:
     if not ahead:
         text = "--rollout.filter and --rollout.max_staleness 0"
         raise _refused(text, "Give --dynamic_sampling.enabled True instead (GRPO), or --rollout.max_staleness 1")
-    if config.data.curriculum:
-        text = "--rollout.filter and --data.curriculum, which chooses all prompts of a step before it begins"
-        raise _refused(text, "Leave one of them out")
 
 
 def _check_engine(config: RolloutConfig) -> None:

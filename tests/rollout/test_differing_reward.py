@@ -35,7 +35,7 @@ def group(prompt: int, rewards: tuple[float, float]) -> ScoredGroup:
 
 
 def named(sample: Sample) -> float | None:
-    """Does not judge prompt 0, gives the samples of prompt 1 the same, fails for prompt 2, and tells those of 3 apart."""
+    """Does not judge prompt 0, gives both samples of prompt 1 the same, fails for 2, and tells those of 3 apart."""
     if sample.prompt.index == 2:
         raise ValueError("no verdict")
     return {1: 1.0, 3: float(sample.sample_index)}.get(sample.prompt.index)

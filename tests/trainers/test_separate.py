@@ -1,7 +1,7 @@
 import pytest
 
 from lightrl.algorithms.registry import advantage
-from lightrl.config import DataConfig, DynamicSamplingConfig, GRPOConfig, PPOConfig, WorkflowConfig
+from lightrl.config import DynamicSamplingConfig, GRPOConfig, PPOConfig, WorkflowConfig
 from lightrl.roles import Role
 from lightrl.trainers import separate
 from lightrl.trainers.grpo import GRPOTrainer
@@ -18,13 +18,6 @@ from lightrl.trainers.separate import Learner, check_split, in_role, rewards_of_
         (
             {"rollout": WorkflowConfig(filter="unequal_rewards")},
             "--rollout.filter and --rollout.max_staleness 0. Give --dynamic_sampling.enabled True instead",
-        ),
-        (
-            {
-                "rollout": WorkflowConfig(filter="unequal_rewards", max_staleness=1),
-                "data": DataConfig(curriculum="half_solved"),
-            },
-            "--rollout.filter and --data.curriculum, which chooses all prompts",
         ),
         ({"canary_every": 7}, "--canary_every 7: the fingerprints prove each sync"),
         ({"engine_sleep_level": 2}, "--engine_sleep_level 2: the engine has its device for itself"),

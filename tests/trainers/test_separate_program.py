@@ -342,3 +342,20 @@ def test_a_curriculum_under_a_bound_goes_on_after_a_stop(toy_flags: list[str], t
     assert len({group.ticket for group in groups}) == 2 * 8  # each once
     in_order = PromptSampler(5, 2, 0)
     assert [group.prompt for group in groups] != [in_order.index_at(group.ticket) for group in groups]
+
+
+@pytest.mark.slow
+def test_a_curriculum_names_the_prompts_that_replace_rejected_groups(toy_flags: list[str], tmp_path: Path) -> None:
+    flags = [*toy_flags, "--num_prompts", "2", "--group_size", "2", "--max_new_tokens", "1", "--max_steps", "6"]
+    flags += ["--data.curriculum", "half_solved", "--rollout.filter", "unequal_rewards", "--rollout.max_staleness", "1"]
+    flags += ["--checkpoint.every", "1", "--output_dir", str(tmp_path / "run")]
+    run_spmd(SCRIPT, *flags, "--rollout_ranks", "1", "--max_steps", "3", world_size=3, timeout_s=280)
+    said = run_spmd(SCRIPT, *flags, "--rollout_ranks", "1", world_size=3, timeout_s=280)
+    assert "continuing after step" in said
+    found = [row for row in rows(tmp_path / "run") if "rollout/filtered" in row]
+    assert [row["step"] for row in found] == [*range(1, 7)]
+    assert sum(row["rollout/filtered"] for row in found[:3]) > 0
+    assert sum(row["rollout/filtered"] for row in found[3:]) > 0
+    groups = [group for batch in read_schedule(tmp_path / "run") for group in batch]
+    assert len({group.ticket for group in groups}) == len(groups)
+    assert max(group.ticket for group in groups) >= 12  # tickets of replacements among them
