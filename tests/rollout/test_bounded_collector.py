@@ -1,18 +1,15 @@
 """What a step takes is tested with what is produced, in test_production.py."""
 
 import pytest
+from store_link import PROMPT, StoreLink
 
 from lightrl.comm import Comm
 from lightrl.config import GRPOConfig
 from lightrl.data.sampler import PromptSampler
-from lightrl.records import Prompt, Sample, ScoredGroup, Status
+from lightrl.records import Status
 from lightrl.rewards.scoring import RewardError
 from lightrl.rollout.bounded_collector import BoundedCollector, Tickets
 from lightrl.rollout.recorded_schedule import ScheduleLog
-from lightrl.rollout.sample_messages import to_bytes
-from lightrl.rollout.saved_groups import group_state
-
-PROMPT = Prompt(index=0, text="", token_ids=(1,))
 
 
 def test_used_tickets_are_a_number_and_what_is_beyond_it():
@@ -27,51 +24,15 @@ def test_used_tickets_are_a_number_and_what_is_beyond_it():
     assert again.state_dict() == {"first": 6, "beyond": []}
 
 
-class StoreLink:
+class FinishedLink(StoreLink):
     """A link whose other end has started and finished two groups."""
 
     def __init__(self, failures, status=Status.COMPLETED):
-        self.values = {}
-        for number in range(2):
-            sample = Sample(
-                prompt=PROMPT,
-                position=0,
-                sample_index=0,
-                response_ids=(7,),
-                sampler_logprobs=(-0.1,),
-                versions=(0,),
-                finish_reason="stop",
-                text="",
-                ticket=number,
-                start_version=0,
-                status=status,
-            )
-            state = group_state(ScoredGroup(samples=(sample,), rewards=(1.0,), step=0))
+        super().__init__()
+        for number in (1, 0):
+            self.start(0)
             statistics = {"reward/failures": ("sum", failures, 0.0)}
-            message = {"groups": [state], "statistics": statistics, "calls": [[[[0, 1]]]], "failure": "on fire"}
-            self.values |= {
-                f"start/{number}": b"0",
-                f"finish/{number}": str(1 - number).encode(),
-                f"group/{number}": to_bytes(message),
-            }
-
-    def put(self, key, content):
-        assert key in ("claims", "continued")  # where the run begins
-
-    def claimed(self, key):
-        return 2
-
-    def count(self, key, add=0):
-        return 2
-
-    def has(self, key):
-        return key in self.values
-
-    def take(self, key):
-        return self.values.pop(key)
-
-    def wait(self, is_done, what):
-        assert is_done()
+            self.finish(number, 0, status=status, statistics=statistics, failure="on fire")
 
 
 def collector(link, folder, used=None, **options):
@@ -83,33 +44,33 @@ def collector(link, folder, used=None, **options):
 
 
 def test_a_step_takes_the_groups_by_ticket(tmp_path):
-    link = StoreLink(failures=0.0)
+    link = FinishedLink(failures=0.0)
     groups = collector(link, tmp_path).take(link, 0, 0, 2)
     assert [group.ticket for group in groups] == [0, 1]
     assert link.values == {}
 
 
 def test_failed_rewards_of_a_step_are_added_up(tmp_path):
-    link = StoreLink(failures=1.0)
+    link = FinishedLink(failures=1.0)
     assert len(collector(link, tmp_path, max_reward_failures=2).take(link, 0, 0, 2)) == 2
-    link = StoreLink(failures=1.0)
+    link = FinishedLink(failures=1.0)
     with pytest.raises(RewardError, match="2 rewards have failed, more than --max_reward_failures 1"):
         collector(link, tmp_path, max_reward_failures=1).take(link, 0, 0, 2)
 
 
 def test_a_step_whose_episodes_have_all_failed_ends_the_run(tmp_path):
-    link = StoreLink(0.0, Status.FAILED)
+    link = FinishedLink(0.0, Status.FAILED)
     with pytest.raises(RuntimeError, match=r"Every episode of the step has failed. The first:\non fire"):
         collector(link, tmp_path).take(link, 0, 0, 2)
 
 
 def test_the_age_of_each_token_is_checked_where_it_is_used(tmp_path):
-    link = StoreLink(0.0)
+    link = FinishedLink(0.0)
     with pytest.raises(RuntimeError, match="Step 3 has tokens of weights 0, which are 2 steps behind"):
         collector(link, tmp_path).take(link, 2, 0, 2)
 
 
-class RacingLink(StoreLink):
+class RacingLink(FinishedLink):
     """A link whose other end starts and finishes its first group while this end looks at what was claimed."""
 
     def __init__(self):
@@ -125,9 +86,6 @@ class RacingLink(StoreLink):
 
     def count(self, key, add=0):
         return int("finish/0" in self.values)
-
-    def peek(self, key):
-        return self.values[key]
 
     def post(self, command):
         assert command == {"do": "save"}

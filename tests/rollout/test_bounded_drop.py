@@ -1,72 +1,14 @@
 """Which groups a step drops; that others take their places is tested with what is produced, in test_production.py."""
 
+from store_link import PROMPT, StoreLink
+
 from lightrl.comm import Comm
 from lightrl.config import GRPOConfig
 from lightrl.data.sampler import PromptSampler
 from lightrl.metrics import Statistics
-from lightrl.records import Prompt, Sample, ScoredGroup
 from lightrl.rollout.bounded_collector import Tickets
 from lightrl.rollout.bounded_drop import DroppingCollector
 from lightrl.rollout.recorded_schedule import ScheduleLog
-from lightrl.rollout.sample_messages import to_bytes
-from lightrl.rollout.saved_groups import group_state
-
-PROMPT = Prompt(index=0, text="", token_ids=(1,))
-
-
-class StoreLink:
-    """A link whose other end starts and finishes groups when it is told."""
-
-    def __init__(self):
-        self.values, self.posted = {}, []
-        self.num_claimed = self.num_finished = 0
-
-    def start(self, version):
-        self.values[f"start/{self.num_claimed}"] = str(version).encode()
-        self.num_claimed += 1
-
-    def finish(self, number, version):
-        sample = Sample(
-            prompt=PROMPT,
-            position=0,
-            sample_index=0,
-            response_ids=(7,),
-            sampler_logprobs=(-0.1,),
-            versions=(version,),
-            finish_reason="stop",
-            text="",
-            ticket=number,
-            start_version=version,
-        )
-        state = group_state(ScoredGroup(samples=(sample,), rewards=(1.0,), step=0))
-        message = {"groups": [state], "statistics": {}, "calls": [[[[version, 1]]]], "failure": ""}
-        self.values[f"group/{number}"] = to_bytes(message)
-        self.values[f"finish/{self.num_finished}"] = str(number).encode()
-        self.num_finished += 1
-
-    def put(self, key, content):
-        assert key in ("claims", "continued")  # where the run begins
-
-    def claimed(self, key):
-        return self.num_claimed
-
-    def count(self, key, add=0):
-        return self.num_finished
-
-    def has(self, key):
-        return key in self.values
-
-    def take(self, key):
-        return self.values.pop(key)
-
-    def post(self, command):
-        self.posted.append(command)
-
-    def wait(self, is_done, what):
-        assert is_done()
-
-    def require_others(self):
-        pass
 
 
 def collector(link, folder):

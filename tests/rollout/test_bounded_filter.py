@@ -1,85 +1,37 @@
 """Which groups a step rejects; that others take their places is tested with what is produced, in test_production.py."""
 
 import pytest
+from store_link import PROMPT, StoreLink
 
 from lightrl.comm import Comm
 from lightrl.config import GRPOConfig
 from lightrl.data.sampler import PromptSampler
 from lightrl.metrics import Statistics
-from lightrl.records import Prompt, Sample, ScoredGroup, Status
+from lightrl.records import Status
 from lightrl.rollout.bounded_collector import BoundedCollector, Tickets
 from lightrl.rollout.bounded_drop import DroppingCollector
 from lightrl.rollout.bounded_filter import filtering
 from lightrl.rollout.recorded_schedule import ScheduleLog, read_schedule
-from lightrl.rollout.sample_messages import to_bytes
-from lightrl.rollout.saved_groups import group_state
 from lightrl.trainers.scheduled import unequal_rewards
 
-PROMPT = Prompt(index=0, text="", token_ids=(1,))
 SAME, DIFFERENT = (1.0, 1.0), (0.0, 1.0)
 
 
-class StoreLink:
+class EagerLink(StoreLink):
     """A link whose other end finishes a group as soon as it may start one: within `limit` and what was dropped."""
 
     def __init__(self, rewards, limit, status=Status.COMPLETED):
-        self.values, self.posted = {}, []
+        super().__init__()
         self._rewards, self._limit, self._status = rewards, limit, status
-        self.num_claimed = self.num_finished = 0
         self.version = 0
 
     def go_on(self):
         allowed = self._limit + sum(len(command["numbers"]) for command in self.posted)
         while self.num_claimed < min(allowed, len(self._rewards)):
-            self._finish(self.num_claimed, self._rewards[self.num_claimed])
-            self.num_claimed += 1
-
-    def _finish(self, number, rewards):
-        samples = tuple(
-            Sample(
-                prompt=PROMPT,
-                position=0,
-                sample_index=index,
-                response_ids=(7,),
-                sampler_logprobs=(-0.1,),
-                versions=(self.version,),
-                finish_reason="stop",
-                text="",
-                ticket=number,
-                start_version=self.version,
-                status=self._status,
-            )
-            for index in range(len(rewards))
-        )
-        state = group_state(ScoredGroup(samples=samples, rewards=rewards, step=0))
-        calls = [[[[self.version, 1]]] for _ in rewards]
-        statistics = {"reward/mean": ("mean", sum(rewards), len(rewards))}
-        message = {"groups": [state], "statistics": statistics, "calls": calls, "failure": "on fire"}
-        self.values[f"start/{number}"] = str(self.version).encode()
-        self.values[f"group/{number}"] = to_bytes(message)
-        self.values[f"finish/{self.num_finished}"] = str(number).encode()
-        self.num_finished += 1
-
-    def put(self, key, content):
-        assert key in ("claims", "continued")  # where the run begins
-
-    def claimed(self, key):
-        return self.num_claimed
-
-    def count(self, key, add=0):
-        return self.num_finished
-
-    def has(self, key):
-        return key in self.values
-
-    def peek(self, key):
-        return self.values[key]
-
-    def take(self, key):
-        return self.values.pop(key)
-
-    def post(self, command):
-        self.posted.append(command)
+            number, rewards = self.num_claimed, self._rewards[self.num_claimed]
+            self.start(self.version)
+            statistics = {"reward/mean": ("mean", sum(rewards), len(rewards))}
+            self.finish(number, self.version, rewards, status=self._status, statistics=statistics, failure="on fire")
 
     def wait(self, is_done, what):
         for _ in range(100):
@@ -87,9 +39,6 @@ class StoreLink:
             if is_done():
                 return
         raise AssertionError(f"waited for {what}")
-
-    def require_others(self):
-        pass
 
 
 def collector(link, folder, kind=BoundedCollector, size=2, keep=unequal_rewards):
@@ -110,7 +59,7 @@ def step_of(made, step):
 
 @pytest.mark.parametrize("kind", [BoundedCollector, DroppingCollector])
 def test_other_groups_take_the_places_of_rejected_ones(kind, tmp_path):
-    link = StoreLink([SAME, DIFFERENT, SAME, SAME, DIFFERENT, DIFFERENT, DIFFERENT], limit=4)
+    link = EagerLink([SAME, DIFFERENT, SAME, SAME, DIFFERENT, DIFFERENT, DIFFERENT], limit=4)
     made, used = collector(link, tmp_path, kind)
     tickets, metrics = step_of(made, 0)
     assert tickets == [1, 4]
@@ -127,7 +76,7 @@ def test_other_groups_take_the_places_of_rejected_ones(kind, tmp_path):
 
 
 def test_a_step_that_has_rejected_five_batches_goes_on_with_what_it_has(tmp_path):
-    link = StoreLink([SAME] * 11 + [DIFFERENT] * 9, limit=4)
+    link = EagerLink([SAME] * 11 + [DIFFERENT] * 9, limit=4)
     made, used = collector(link, tmp_path)
     # Ten groups are rejected and replaced, two at a time. Of the next two, one is rejected and leaves its place empty.
     tickets, metrics = step_of(made, 0)
@@ -138,7 +87,7 @@ def test_a_step_that_has_rejected_five_batches_goes_on_with_what_it_has(tmp_path
 
 
 def test_a_step_may_have_no_group_at_all(tmp_path):
-    made, used = collector(StoreLink([SAME] * 14, limit=4), tmp_path)
+    made, used = collector(EagerLink([SAME] * 14, limit=4), tmp_path)
     tickets, metrics = step_of(made, 0)
     assert (tickets, metrics["rollout/filtered"], used.first) == ([], 12, 12)
 
@@ -150,13 +99,13 @@ def test_a_filter_is_asked_once_about_each_group_that_waits(tmp_path):
         asked.append(group.ticket)
         return group.has_signal
 
-    link = StoreLink([DIFFERENT, SAME, DIFFERENT], limit=2)
+    link = EagerLink([DIFFERENT, SAME, DIFFERENT], limit=2)
     made, _ = collector(link, tmp_path, keep=keep)
     assert step_of(made, 0)[0] == [0, 2]
     assert asked == [0, 1, 2]
 
 
 def test_failed_episodes_are_no_matter_of_the_filter(tmp_path):
-    made, _ = collector(StoreLink([SAME] * 4, limit=4, status=Status.FAILED), tmp_path)
+    made, _ = collector(EagerLink([SAME] * 4, limit=4, status=Status.FAILED), tmp_path)
     with pytest.raises(RuntimeError, match=r"Every episode of the step has failed. The first:\non fire"):
         step_of(made, 0)
