@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from lightrl.engines.native.cache import RowCache, cache_name
 from lightrl.engines.native.engine import NativeEngine, build_native_engine
 from lightrl.engines.native.forward import FusedForward, ModelRunner, RMSNorm, SampleState
+from lightrl.engines.native.forward_check import last_logits
 from lightrl.engines.native.modules import ModuleForward
 from lightrl.engines.native.own_cache import SampleCaches
 from lightrl.engines.native.products import FusedLinear
@@ -131,7 +132,7 @@ class ExactRunner(ModelRunner):
         if is_new and self.uses_fused_forward:
             sequences = [[(7 * index + 1) % vocab_size for index in range(length)] for length in _COMPARED_LENGTHS]
             fused, modules = (
-                self._probe(forward, sequences, self.make_cache())
+                last_logits(forward, sequences, self.make_cache(), self.device)
                 for forward in (cast("FusedForward", self._fused), self._through_modules())
             )
             if not torch.equal(fused, modules):

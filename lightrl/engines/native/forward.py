@@ -20,8 +20,9 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from lightrl.engines.native.cache import RowCache, round_up
+from lightrl.engines.native.forward_check import Forward, ForwardCheck
 from lightrl.engines.native.modules import ModuleForward
-from lightrl.engines.native.own_cache import OwnCacheForward, SampleCaches, find_forward
+from lightrl.engines.native.own_cache import SampleCaches, find_forward
 from lightrl.engines.native.products import FusedLinear, PackedHead, PackedWeight, fused_linear, is_worth_packing
 from lightrl.engines.native.replay import Launched, ReplayedForward
 from lightrl.models.fixed_rope import FIXED
@@ -32,13 +33,10 @@ from lightrl.records import EncodedPrompt
 
 logger = logging.getLogger(__name__)
 
-_PROBE_LENGTHS = (3, 6)  # prompts for the comparison: two, so that rows decode at different positions
-_PROBE_STEPS = 2
 _FAMILIES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 # Their angles depend only on the position, so cosines and sines can be tabulated.
 _FIXED_ROPES = frozenset({"default", "linear", "llama3", "yarn", FIXED})
 
-Forward: TypeAlias = Launched | ModuleForward | OwnCacheForward
 SampleState: TypeAlias = RowCache | SampleCaches  # the kind that the current forward uses
 
 
@@ -95,8 +93,7 @@ class ModelRunner:
         """Runs prompts into rows of the cache; returns the logits after each prompt, [prompts, vocab]."""
         self.prefill_tokens += sum(map(len, prompts))
         cache.begin_prefill(target_rows, source_prompts)
-        logits: Tensor = self._forward().prefill(*_padded(prompts, self.device), cache)
-        return logits
+        return self._forward().prefill(*_padded(prompts, self.device), cache)
 
     def prefill_with_images(
         self, prompts: Sequence[EncodedPrompt], target_rows: Tensor, source_prompts: Tensor, cache: Any
@@ -115,8 +112,7 @@ class ModelRunner:
         The cache's decode phase must be begun. rope_deltas: [n], what a vision-language model adds to the positions to
         get its own.
         """
-        logits: Tensor = self._forward().decode(tokens, positions, cache, rope_deltas)
-        return logits
+        return self._forward().decode(tokens, positions, cache, rope_deltas)
 
     def verify(self, vocab_size: int, cache: SampleState) -> SampleState:
         """Compares prefill and decoding with the plain model on a few tokens, once there are weights to compare with.
@@ -127,17 +123,13 @@ class ModelRunner:
 
     def _choose_forward(self, vocab_size: int, cache: SampleState) -> SampleState:
         """Chooses the first forward that agrees with the plain model, and returns the cache for it."""
-        sequences = [
-            [(7 * index + 3 * row + 1) % vocab_size for index in range(length + _PROBE_STEPS)]
-            for row, length in enumerate(_PROBE_LENGTHS)
-        ]
-        expected = self._plain_logits(sequences)
-        if not expected.isfinite().all() or expected.amin() == expected.amax():
-            return cache  # weights are not loaded yet, so there is nothing to compare
-        if self._fused is not None and self._agrees(self._probe(self._fused, sequences, self.make_cache()), expected):
+        check = ForwardCheck(self.model, self._decoder, vocab_size)
+        if not check.has_weights:
+            return cache
+        if self._fused is not None and check.agrees(self._fused, self.make_cache()):
             self._verified = self._fused = self._replaying(self._fused)
             return cache
-        return self._fall_back_to_modules(sequences, expected) or cache
+        return self._fall_back_to_modules(check) or cache
 
     def _replaying(self, forward: Launched) -> Launched:
         # Kernels that are deterministic by request may wait for the device, which a graph cannot.
@@ -146,71 +138,30 @@ class ModelRunner:
             return ReplayedForward(forward)
         return forward
 
-    def _fall_back_to_modules(self, sequences: list[list[int]], expected: Tensor) -> SampleCaches | None:
+    def _fall_back_to_modules(self, check: ForwardCheck) -> SampleCaches | None:
         """Chooses the modules, or else generation with the model's own cache, which it then returns."""
         if self._fused is not None:
             logger.warning("The fused forward of %s differs from the model: not used.", type(self.model).__name__)
             self._fused = None
         try:
             modules = self._through_modules()
-            if self._agrees(self._probe(modules, sequences, self.make_cache()), expected):
+            if check.agrees(modules, self.make_cache()):
                 self._verified = modules
                 return None
         except Exception as error:  # a model that cannot use a RowCache fails in its own ways
             logger.debug("%s: %s", type(self.model).__name__, error)
-        self._verified = find_forward(
-            self.model, lambda forward, cache: self._agrees(self._probe(forward, sequences, cache), expected)
-        )
+        self._verified = find_forward(self.model, check.agrees)
         if self._verified is None:
-            raise RuntimeError(self._describe())
+            raise RuntimeError(check.objection())
         return SampleCaches()
 
-    def _forward(self) -> Any:
+    def _forward(self) -> Forward:
         return self._verified or self._through_modules()
 
     def _through_modules(self) -> ModuleForward:
         if self._modules is None:
             self._modules = self.make_modules(self.model, self._decoder)
         return self._modules
-
-    def _describe(self) -> str:
-        return (
-            f"The native engine does not reproduce the logits of {type(self.model).__name__}, with or without a cache:"
-            " they depend on later tokens, or on chance. Use --engine vllm or sglang."
-        )
-
-    def _agrees(self, got: Tensor, expected: Tensor) -> bool:
-        tolerance = 1e-3 if self.model.dtype == torch.float32 else 5e-2
-        scale = expected.abs().amax().clamp_min(1e-6)
-        return bool(((got - expected).abs().amax() <= tolerance * scale).item())
-
-    def _plain_logits(self, sequences: list[list[int]]) -> Tensor:
-        """Returns the model's last _PROBE_STEPS + 1 logits of each sequence, from eager attention without a cache."""
-        usual = self._decoder.config._attn_implementation
-        try:
-            self._decoder.set_attn_implementation("eager")
-            ids = [torch.tensor([sequence], device=self.device) for sequence in sequences]
-            logits = [self.model(input_ids=part, use_cache=False).logits[0, -_PROBE_STEPS - 1 :] for part in ids]
-        except Exception as error:  # models fail in many ways
-            raise RuntimeError(f"{self._describe()} ({type(error).__name__}: {error})") from error
-        finally:
-            self._decoder.set_attn_implementation(usual)
-        return torch.stack(logits).float()
-
-    def _probe(self, forward: Any, sequences: list[list[int]], cache: Any) -> Tensor:
-        """Returns logits of the sequences' last tokens, from a prefill and then _PROBE_STEPS single tokens."""
-        num_rows, longest = len(sequences), max(map(len, sequences))
-        cache.reserve(num_rows, longest, num_rows, longest)
-        rows = torch.arange(num_rows, device=self.device)
-        cache.begin_prefill(rows, rows)
-        steps = [forward.prefill(*_padded([s[:-_PROBE_STEPS] for s in sequences], self.device), cache)]
-        for step in range(-_PROBE_STEPS, 0):
-            places = [len(sequence) + step for sequence in sequences]
-            tokens = torch.tensor([sequence[step] for sequence in sequences], device=self.device)
-            positions = torch.tensor(places, device=self.device)
-            cache.begin_decode(positions, min(places), max(places))
-            steps.append(forward.decode(tokens, positions, cache))
-        return torch.stack(steps, dim=1).float()
 
 
 def _padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

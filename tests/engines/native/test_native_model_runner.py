@@ -37,7 +37,7 @@ def test_a_fused_forward_that_differs_is_dropped(tiny_model, caplog):
 
 
 def test_a_fused_forward_that_the_tests_compare_is_taken_as_it_is(tiny_model, monkeypatch):
-    monkeypatch.setattr(ModelRunner, "_plain_logits", None)
+    monkeypatch.setattr(ModelRunner, "_choose_forward", None)
     runner = ModelRunner(tiny_model("qwen3"), CPU)
     runner.verify(61, RowCache())
     assert runner.uses_fused_forward
