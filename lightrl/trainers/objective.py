@@ -58,9 +58,9 @@ _RESULTS: Mapping[Kind, str] = {
     "kl_estimator": "a tensor with one number per token",
 }
 
-# If one of these options has another value, the loss has more terms than the policy loss, or follows a target.
-_OF_TERMS = ["kl_coef", "kl_target", "entropy_coef", "entropy_target", "entropy_fraction", "selection_args"]
-_OF_TERMS += ["correction", "correction_args", "off_policy_mask", "proximal", "old_logprobs"]
+# Options that choose and bind the functions of every run. Any other may add a term to the loss, or a target.
+_OF_FUNCTIONS = ["advantage", "advantage_args", "loss", "loss_args", "clip_low", "clip_high"]
+_OF_FUNCTIONS += ["aggregation", "aggregation_args"]
 
 
 class LossParts(TypedDict, total=False):
@@ -106,9 +106,8 @@ class PolicyLoss:
         self.coefficients = FixedCoefficients(config.kl_coef, config.entropy_coef)
         self.ratio_to = "recompute"  # of old logprobs: the policy before the update
         self._terms: list[LossTerm] = []
-        plain = AlgorithmConfig()
-        has_terms = any(getattr(config, name) != getattr(plain, name) for name in _OF_TERMS)
-        if has_terms or self.selects_tokens or parts.get("distillation") or parts.get("routing"):
+        plain = AlgorithmConfig(**{name: getattr(config, name) for name in _OF_FUNCTIONS})
+        if config != plain or self.selects_tokens or parts.get("distillation") or parts.get("routing"):
             self._add_terms(config, **parts)
 
     def _add_terms(self, config: AlgorithmConfig, **parts: Unpack[LossParts]) -> None:
