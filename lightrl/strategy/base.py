@@ -279,7 +279,9 @@ class StrategyBase(ForeignNames, ABC):
         self.trained.require_on_device(trained.optimizer)  # checked first: a later error would leave gradients behind
         batches, mine = self.group_batches(data)
         weights = [float(loss_weight_fn(micro_batch)) for micro_batch in batches]
-        batches, total = self._equal(batches, sum((weights[index] for index in mine), 0.0))
+        own = sum((weights[index] for index in mine), 0.0)
+        counts, totals = zip(*self.comm.all_gather_object((len(batches), own)), strict=True)
+        batches, total = self._filled_up(batches, counts), sum(totals)
         if not 0 < total < math.inf:
             return nothing_to_train(self, trained, total)
         trained.model.train()
@@ -303,15 +305,11 @@ class StrategyBase(ForeignNames, ABC):
         )
         return explained(self, result, trained.model, data) if result.skipped else result
 
-    def _equal(self, batches: list[Any], weight: float = 0.0) -> tuple[list[Any], float]:
-        """Repeats the last micro-batch until all ranks have the same number, as every rank must run every pass.
-
-        Also returns the sum of the ranks' weights.
-        """
-        counts, weights = zip(*self.comm.all_gather_object((len(batches), weight)), strict=True)
+    def _filled_up(self, batches: list[Any], counts: Sequence[int]) -> list[Any]:
+        """Repeats the last micro-batch until there are as many as on any rank, as every rank must run every pass."""
         if not all(counts):
             raise _no_micro_batch(self.comm.rank, len(batches))
-        return [*batches, *batches[-1:] * (max(counts) - len(batches))], sum(weights)
+        return [*batches, *batches[-1:] * (max(counts) - len(batches))]
 
     def _add_gradients(
         self, trained: TrainedModel, batches: list[Any], shares: list[float], loss_fn: LossFn, mine: range
@@ -335,7 +333,7 @@ class StrategyBase(ForeignNames, ABC):
         batches, mine = self.group_batches(data)
         try:
             chosen.eval()
-            passes = enumerate(chosen(micro_batch) for micro_batch in self._equal(batches)[0])
+            passes = enumerate(map(chosen, self._filled_up(batches, self.comm.all_gather_object(len(batches)))))
             return [output for index, output in passes if index in mine]
         finally:
             self.after_forward_only(chosen)

@@ -155,11 +155,11 @@ class MegatronStrategy(TorchStrategy):
         own = sum(losses)
         return own if self.ranks.reports or not math.isfinite(own) else 0.0
 
-    def _equal(self, batches: list[Any], weight: float = 0.0) -> tuple[list[Any], float]:
+    def _filled_up(self, batches: list[Any], counts: Sequence[int]) -> list[Any]:
         """Repeats the last micro-batch until all ranks, and all chunks of a pipeline, have the same number."""
-        batches, total = super()._equal(batches, weight)
+        batches = super()._filled_up(batches, counts)
         missing = -len(batches) % self.sizes.pp if self.sizes.vpp > 1 else 0
-        return [*batches, *batches[-1:] * missing], total
+        return [*batches, *batches[-1:] * missing]
 
     @torch.no_grad()
     def forward(self, data: Batches, *, model: nn.Module | None = None) -> Any:
@@ -170,7 +170,7 @@ class MegatronStrategy(TorchStrategy):
         self.trained.require_on_device(chosen)
         placed = placed_of(chosen)
         batches, mine = self.group_batches(data)
-        batches, _ = self._equal(batches)
+        batches = self._filled_up(batches, self.comm.all_gather_object(len(batches)))
         was_training = chosen.training
         chosen.eval()
         outputs = run_schedule(placed, batches, lambda _, outputs: outputs, trains=False)
