@@ -129,6 +129,12 @@ class Trainer(ABC):
     def step(self) -> StepReport:
         """Draws the batch of step step_index and learns from it once."""
 
+    def finish_step(self) -> None:
+        """Counts a step that was made, and moves the schedules whose unit is a trainer step; call it after step()."""
+        if self.config.optim.schedule_unit == "rl_step":
+            self.strategy.trained.step_schedules()
+        self.step_index += 1
+
     @abstractmethod
     def evaluate(self) -> dict[str, float]:
         """Returns metrics over all ranks, without any effect on the training; empty without evaluation data."""
@@ -319,9 +325,7 @@ def _one_step(trainer: Trainer, log: Log) -> dict[str, float]:
         for observer in reversed(trainer.observers):  # the observers act in their order after a step
             around.enter_context(observer.around_step(trainer.step_index + 1))
         report = trainer.step()
-        if trainer.config.optim.schedule_unit == "rl_step":
-            trainer.strategy.trained.step_schedules()
-        trainer.step_index += 1
+        trainer.finish_step()
     seconds = time.perf_counter() - started
     log.write_samples(report.experience)
     counted = sum(report.metrics.get(f"tokens/{part}", 0.0) for part in _COUNTED)

@@ -6,7 +6,6 @@ import math
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +63,14 @@ def _repeat(trainer: Trainer, run: Path, step: int, wanted: Mapping[str, Any], *
         )
     _say(trainer, f"step {step} of {run}, from {trainer.run.checkpoint or 'the start'}")
     while trainer.step_index < step - 1:
-        _one_step(trainer, trainer.step)
+        trainer.step()
+        trainer.finish_step()
     if is_debugged:
         breakpoint()
     record = batches_of(run)
     has_batch = step_folder(record, step - 1).is_dir()
-    report = _one_step(trainer, partial(_learn_again, trainer, record) if has_batch else trainer.step)
+    report = _learn_again(trainer, record) if has_batch else trainer.step()
+    trainer.finish_step()
     different = differences(wanted, report.metrics)
     if not wanted:
         _say(trainer, f"{run} has no metrics of step {step} to compare with")
@@ -97,14 +98,6 @@ def _learn_again(trainer: Any, record: Path) -> StepReport:
     config = trainer.config
     draws_more = isinstance(config, GRPOConfig) and config.dynamic_sampling.enabled
     return learn_from_record(trainer, record, has_whole_rollout=not draws_more)
-
-
-def _one_step(trainer: Trainer, take: Callable[[], StepReport]) -> StepReport:
-    report = take()
-    if trainer.config.optim.schedule_unit == "rl_step":
-        trainer.strategy.trained.step_schedules()
-    trainer.step_index += 1
-    return report
 
 
 def differences(wanted: Mapping[str, Any], found: Mapping[str, float]) -> list[str]:

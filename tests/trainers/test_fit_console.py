@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from lightrl.comm import Comm
-from lightrl.config import ExampleEvalConfig, GRPOConfig, LogConfig, RolloutLogConfig, SFTConfig
+from lightrl.config import ExampleEvalConfig, GRPOConfig, LogConfig, OptimConfig, RolloutLogConfig, SFTConfig
 from lightrl.config.export_sections import ExportConfig, HubConfig
-from lightrl.trainers.fit import RunConsole, RunLog, Shown, observers
+from lightrl.trainers.fit import RunConsole, RunLog, Shown, Trainer, observers
 from lightrl.trainers.run_folder import RunFolder
 
 METRICS = {"reward/mean": 0.5, "tokens/per_second": 1234.0, "entropy": 0.25}
@@ -88,3 +88,14 @@ def test_a_step_that_is_logged_is_in_the_files_even_if_the_run_is_killed(tmp_pat
     assert b"entropy" in board.read_bytes()
     assert "entropy" in (tmp_path / "metrics.jsonl").read_text()
     log.close()
+
+
+@pytest.mark.parametrize(("unit", "moved"), [("optimizer_step", 0), ("rl_step", 1)])
+def test_a_finished_step_is_counted_and_moves_the_schedules_whose_unit_it_is(unit: Any, moved: int) -> None:
+    moves: list[str] = []
+    strategy = SimpleNamespace(trained=SimpleNamespace(step_schedules=lambda: moves.append("moved")))
+    trainer: Any = SimpleNamespace(
+        config=SFTConfig(optim=OptimConfig(schedule_unit=unit)), strategy=strategy, step_index=4
+    )
+    Trainer.finish_step(trainer)
+    assert (trainer.step_index, len(moves)) == (5, moved)
