@@ -444,7 +444,7 @@ def _kind_of(leaf: Any) -> tuple[str, str]:
 def pick_device(wanted: str, num_gpu_per_node: int) -> torch.device:
     """Returns this process's device; the GPU index is LOCAL_RANK if it is set, otherwise RANK % num_gpu_per_node."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        # Once a block of this size was freed, glibc keeps up to 64 MB that a step frees, which Linux would clear anew.
+        # After a block of this size is freed, glibc keeps up to 64 MB of what a step frees; Linux would clear it again.
         torch.empty((32 << 20) - (16 << 10), dtype=torch.uint8)
         return torch.device("cpu")
     return pick_gpu(num_gpu_per_node)

@@ -35,7 +35,7 @@ def parse_config(config_class: type[ConfigT], argv: Sequence[str] | None = None,
     """Reads flags and --config; any mistake is printed and ends the process with code 2, on every rank.
 
     Args:
-        argv: The arguments; those of the process if there are none.
+        argv: The arguments; None means those of the process.
         program: What the user typed in front of them, for the help.
     """
     args = [_own_name(arg) for arg in (sys.argv[1:] if argv is None else argv)]
@@ -97,7 +97,7 @@ def _trainers_with(name: str) -> str:
 
 
 def _own_name(arg: str) -> str:
-    """Returns a flag as its field is called: no field can be a keyword of Python, so it has an underscore behind."""
+    """Returns a flag under the name of its field, which ends in an underscore where it would be a keyword of Python."""
     flag, equals, value = arg.partition("=")
     is_keyword = flag.startswith("--") and keyword.iskeyword(flag.rpartition(".")[2])
     return f"{flag}_{equals}{value}" if is_keyword else arg

@@ -226,7 +226,7 @@ class RolloutConfig(SharingConfig, TruncationConfig, SamplingConfig, RewardConfi
     def may_share_prompts(self) -> bool:
         """Whether the run shares prompts by itself if its device is a CPU and its models allow it.
 
-        It is where sharing has been timed, and where no option needs whole sequences.
+        Only where sharing has been timed, and where no option needs whole sequences.
         """
         is_timed = self.dtype == "float32" and self.strategy in _TIMED and self.distributed.device != "cuda"
         is_whole = self.exact or self.routing.is_on or self.compile or self.tp_size > 1 or self.is_truncated
@@ -234,7 +234,7 @@ class RolloutConfig(SharingConfig, TruncationConfig, SamplingConfig, RewardConfi
 
     @property
     def engine_path(self) -> str:
-        """Name or import path of the engine: with a part of the vocabulary or a kept cache, of one that has it."""
+        """Name or import path of the engine; there is one of its own for top-p and top-k, and for a kept cache."""
         if self.is_truncated:
             return truncated_engine(self)
         return KEEPING_ENGINE if self.rollout.keep_cache else self.engine

@@ -242,7 +242,7 @@ class ColocatedEngine:
         started = time.perf_counter()
         self._wake_weights()
         # A sync that fails leaves them parked for the next one.
-        self._parked = self._set_aside() if recompute_kv and self._running else self._parked
+        self._parked = self._take_out() if recompute_kv and self._running else self._parked
         self.version = None  # a sync that breaks halfway leaves weights that must not generate
         proof = WeightProof(expected)
         self.engine.load_weights(proof.watched(weights), version)
@@ -252,7 +252,7 @@ class ColocatedEngine:
             self._go_on()
         return SyncReport(version=version, num_bytes=proof.num_bytes, seconds=time.perf_counter() - started)
 
-    def _set_aside(self) -> list[_Request]:
+    def _take_out(self) -> list[_Request]:
         """Takes all unfinished samples out of the engine, each as a request that is computed again from its prompt.
 
         In an engine that runs on its own, some may have ended meanwhile; the next step() returns them.
@@ -273,7 +273,7 @@ class ColocatedEngine:
 
     @contextmanager
     def _without_requests(self) -> Iterator[None]:
-        requests = self._set_aside() if self._running else []
+        requests = self._take_out() if self._running else []
         ended, self._ended = self._ended, []
         try:
             yield
@@ -295,7 +295,7 @@ class ColocatedEngine:
             return 0
         self.wake()  # engines go to sleep as a whole, and only when awake
         if self._running:
-            self._parked = self._set_aside()
+            self._parked = self._take_out()
         if level == 2:
             self.version = None
         self.freed_bytes = self.engine.sleep(level)

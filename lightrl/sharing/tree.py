@@ -80,7 +80,7 @@ def share(batch: PackedBatch, most: float = 1.0) -> PackedBatch:
 
 
 def tree_of(batch: PackedBatch, most: float = 1.0) -> tuple[PackedBatch, PrefixTree | None]:
-    """Returns what share() puts together: the pack with each image once, and its tree."""
+    """Returns the pack with each image once, and its tree."""
     batch, keys = (batch, batch.input_ids.numpy()) if batch.vision is None else identified(batch, batch.vision)
     return batch, prefix_tree(keys, batch.cu_seqlens, most)
 

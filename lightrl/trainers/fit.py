@@ -185,7 +185,7 @@ class Trainer(ABC):
             self.strategy.set_global_step(self.step_index)
 
     def _load(self, checkpoint: Path) -> None:
-        _, state = self.strategy.load_ckpt(self.model, str(checkpoint.parent), tag=checkpoint.name, **self._beside())
+        _, state = self.strategy.load_ckpt(self.model, str(checkpoint.parent), tag=checkpoint.name, **self._extras())
         self.step_index = int(state["step"])
         try:
             for name, part in self.saved.items():
@@ -201,9 +201,9 @@ class Trainer(ABC):
         folder, kept = str(self.folder.checkpoints), self.config.checkpoint.keep
         with self.watch.measure("time/checkpoint"):
             self.strategy.set_global_step(self.step_index)
-            self.strategy.save_ckpt(self.model, folder, max_num=kept, max_mem=0, client_state=state, **self._beside())
+            self.strategy.save_ckpt(self.model, folder, max_num=kept, max_mem=0, client_state=state, **self._extras())
 
-    def _beside(self) -> dict[str, Any]:
+    def _extras(self) -> dict[str, Any]:
         """Returns the companions as an argument, if there are any: a user's strategy may not know it."""
         return {"companions": self.companions} if self.companions else {}
 

@@ -59,7 +59,7 @@ class GRPOTrainer(Trainer):
         teacher = config.distillation if config.teacher_model else None
         routing = config.routing if config.routing.is_on else None
         self.objective = PolicyObjective(
-            config.algorithm, group_size=config.group_size, distillation=teacher, selects_tokens=True, routing=routing
+            config.algorithm, group_size=config.group_size, distillation=teacher, has_selector=True, routing=routing
         )
         self.selector = TokenSelector(config.algorithm) if self.objective.needs_selection else None
         self.rewards = RewardSet.from_config(config, reward)

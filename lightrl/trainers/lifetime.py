@@ -210,7 +210,7 @@ class SignalWatch:
         self._former: dict[int, Any] = {}
 
     def start(self) -> None:
-        """Takes over the signals that nobody handles or ignores. Python allows this only in the main thread."""
+        """Handles the signals that are left at their default. Python allows this only in the main thread."""
         if threading.current_thread() is not threading.main_thread():
             return
         self._heard, self._written = socket.socketpair()

@@ -68,7 +68,7 @@ class LossParts(TypedDict, total=False):
 
     kl_in_loss: bool  # False: the loss only measures the KL to the reference, which is in the rewards
     distillation: DistillationConfig | None  # how a teacher is followed; None without a teacher
-    selects_tokens: bool  # whether the trainer chooses tokens over a whole update, by a TokenSelector
+    has_selector: bool  # whether the trainer chooses tokens over a whole update, by a TokenSelector
     routing: RoutingConfig | None  # the options for routers of a mixture of experts; None: none are set
 
 
@@ -104,7 +104,7 @@ class PolicyLoss:
         self.needs_selection = False  # whether a TokenSelector must choose tokens over a whole update
         self.selects_tokens = traits_of(self._policy_loss, LossTraits).selects_tokens is not None
         self.coefficients = FixedCoefficients(config.kl_coef, config.entropy_coef)
-        self.ratio_to = "recompute"  # of old logprobs: the policy before the update
+        self.ratio_to = "recompute"  # the other policy of the ratio: here the one before the update
         self._terms: list[LossTerm] = []
         plain = AlgorithmConfig(**{name: getattr(config, name) for name in _OF_FUNCTIONS})
         if config != plain or self.selects_tokens or parts.get("distillation") or parts.get("routing"):
@@ -114,7 +114,7 @@ class PolicyLoss:
         distillation, routing = parts.get("distillation"), parts.get("routing")
         self.ratio_to = config.ratio_to
         if self.selects_tokens or config.selection_args or config.entropy_fraction != 1:
-            self._check_selection(config, distillation, parts.get("selects_tokens", False))
+            self._check_selection(config, distillation, parts.get("has_selector", False))
             self.needs_selection = True
         follows = config.kl_target or config.entropy_target
         if follows:
@@ -134,9 +134,9 @@ class PolicyLoss:
             self._terms.append(RouterTerm(routing))
 
     def _check_selection(
-        self, config: AlgorithmConfig, distillation: DistillationConfig | None, selects_tokens: bool
+        self, config: AlgorithmConfig, distillation: DistillationConfig | None, has_selector: bool
     ) -> None:
-        if not selects_tokens:
+        if not has_selector:
             raise _nothing_selects(config)
         if self.selects_tokens and distillation is not None and distillation.kind == "advantage":
             raise _selects_before_the_teacher(config)
@@ -178,7 +178,7 @@ class PolicyObjective(PolicyLoss):
         Args:
             group_size: Samples of each prompt; ValueError if the advantages need more. None skips the check.
             distillation: How a teacher is followed; None without a teacher.
-            selects_tokens: Whether the trainer chooses tokens over a whole update, by a TokenSelector.
+            has_selector: Whether the trainer chooses tokens over a whole update, by a TokenSelector.
             routing: The options for routers of a mixture of experts; None if none are set.
         """
         super().__init__(config, **parts)

@@ -33,7 +33,7 @@ def test_functions_that_ask_for_sums_of_each_rank_are_refused() -> None:
         check_functions(own, PolicyObjective(own, group_size=2))
     chooses = AlgorithmConfig(loss="kl_cov")
     with pytest.raises(ValueError, match=r"--exact True does not go with --algorithm.loss kl_cov, which"):
-        check_functions(chooses, PolicyObjective(chooses, group_size=2, selects_tokens=True))
+        check_functions(chooses, PolicyObjective(chooses, group_size=2, has_selector=True))
 
 
 def test_a_trainer_by_itself_refuses_the_option_it_would_not_hear(tmp_path: Path) -> None:

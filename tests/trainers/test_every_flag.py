@@ -177,7 +177,7 @@ def take(toy: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Take]:
     def run(**options: object) -> Fingerprint:
         config = trainer.config = configured(base, options)
         teaching = config.distillation if config.teacher_model else None
-        trainer.objective = PolicyObjective(config.algorithm, distillation=teaching, selects_tokens=True)
+        trainer.objective = PolicyObjective(config.algorithm, distillation=teaching, has_selector=True)
         trainer.selector = TokenSelector(config.algorithm) if trainer.objective.needs_selection else None
         trainer.reference = other if config.algorithm.kl_coef else None
         trainer.teacher = other if teaching is not None else None

@@ -150,7 +150,7 @@ def test_the_conversations_of_an_episode_count_with_all_their_tokens() -> None:
 def test_a_plain_loss_has_no_optional_terms() -> None:
     assert PolicyObjective(AlgorithmConfig())._terms == []
     every = AlgorithmConfig(entropy_fraction=0.5, correction="tis", kl_coef=0.1, entropy_coef=0.1)
-    terms = PolicyObjective(every, distillation=DistillationConfig(), selects_tokens=True)._terms
+    terms = PolicyObjective(every, distillation=DistillationConfig(), has_selector=True)._terms
     assert [type(term) for term in terms] == [
         EntropyFraction,
         OffPolicyCorrection,
@@ -345,9 +345,9 @@ def test_what_cannot_be_optimised_is_told(algorithm: dict[str, object], text: st
 
 def test_a_loss_that_selects_by_advantages_needs_them_before_the_teacher() -> None:
     algorithm = AlgorithmConfig(loss="kl_cov")
-    PolicyObjective(algorithm, distillation=DistillationConfig(kind="loss"), selects_tokens=True)
+    PolicyObjective(algorithm, distillation=DistillationConfig(kind="loss"), has_selector=True)
     with pytest.raises(ValueError, match="kl_cov selects tokens by the advantages .* Give --distillation.kind loss"):
-        PolicyObjective(algorithm, distillation=DistillationConfig(kind="advantage"), selects_tokens=True)
+        PolicyObjective(algorithm, distillation=DistillationConfig(kind="advantage"), has_selector=True)
 
 
 def test_a_group_is_as_large_as_its_estimator_draws() -> None:

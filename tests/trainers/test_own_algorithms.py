@@ -248,7 +248,7 @@ def batch() -> PackedBatch:
 
 
 def loss_of(**algorithm: Any) -> float:
-    objective = PolicyLoss(AlgorithmConfig(**algorithm), selects_tokens=True)
+    objective = PolicyLoss(AlgorithmConfig(**algorithm), has_selector=True)
     scores = TokenScores(logprobs=torch.zeros(3), entropy=torch.zeros(3))
     return float(objective.loss(scores, batch(), Statistics()))
 

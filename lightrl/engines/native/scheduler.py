@@ -60,7 +60,7 @@ class RunningSamples:
         self.position = np.zeros(num_rows, np.int64)  # of that token
         self.num_produced = np.zeros(num_rows, np.int64)
         self.first_draw = np.zeros(num_rows, np.int64)  # draws that a resumed sample has already made
-        self.last_position = np.zeros(num_rows, np.int64)  # highest version that a token of the sample can have
+        self.last_position = np.zeros(num_rows, np.int64)  # highest position that a token of the sample can have
         self.stops_at_eos = np.zeros(num_rows, np.bool_)
         self.has_stop_tokens = np.zeros(num_rows, np.bool_)  # in addition to the end tokens
         self.is_constrained = np.zeros(num_rows, np.bool_)  # asks for a minimum of tokens or for penalties

@@ -52,7 +52,7 @@ class WeightAccount:
         """Takes `shapes` of every parameter under each of its names (None accepts any), and groups of `tied` names."""
         self._shapes = shapes
         self._names_of = {name: group for group in tied for name in group}
-        self._came: set[str] = set()
+        self._arrived: set[str] = set()
         self._problems: list[str] = []
         self._samples: list[_Sample] = []
         self._copies: list[tuple[str, Tensor, Tensor]] = []  # names, a few values given, parameters
@@ -65,21 +65,21 @@ class WeightAccount:
     @property
     def num_events(self) -> int:
         """A count that grows with every accepted tensor and every problem."""
-        return len(self._came) + len(self._problems)
+        return len(self._arrived) + len(self._problems)
 
     def accept(self, name: str, tensor: Tensor) -> bool:
         """Returns whether the engine should load the tensor; if not, records a problem."""
-        is_new = name in self._shapes and name not in self._came
+        is_new = name in self._shapes and name not in self._arrived
         is_good = is_new and self._shapes[name] in (None, tuple(tensor.shape))
         if not is_good:
             self.add_problem(self._describe_problem(name, tensor))
-        self._came.add(name)
+        self._arrived.add(name)
         return is_good
 
     def _describe_problem(self, name: str, tensor: Tensor) -> str:
         if name not in self._shapes:
             return f"unknown {name}"
-        if name in self._came:
+        if name in self._arrived:
             return f"{name} came twice"
         return f"misshapen {name}: got {tuple(tensor.shape)}, the model has {self._shapes[name]}"
 
@@ -132,7 +132,7 @@ class WeightAccount:
 
     def _missing(self) -> list[str]:
         """Names each parameter that did not arrive, by the first of its tied names."""
-        missing = [name for name in self._shapes if self._came.isdisjoint(self._names_of.get(name, (name,)))]
+        missing = [name for name in self._shapes if self._arrived.isdisjoint(self._names_of.get(name, (name,)))]
         return self._one_of_each(missing) if missing else []
 
     def _one_of_each(self, names: list[str]) -> list[str]:

@@ -51,7 +51,7 @@ class ArrivingAdapters:
         """Takes the layer_sizes() of the layers whose adapters must arrive."""
         self._sizes = sizes
         self.account = WeightAccount({name + part: None for name in sorted(sizes) for part in (DOWN, UP)})
-        self._came: dict[str, Tensor] = {}
+        self._arrived: dict[str, Tensor] = {}
 
     def taken_from(self, weights: NamedTensors) -> Iterator[tuple[str, Tensor]]:
         """Yields the pairs that are not part of an adapter, and keeps the others."""
@@ -59,13 +59,13 @@ class ArrivingAdapters:
             if not name.endswith((DOWN, UP)):
                 yield name, tensor
             elif self.account.accept(name, tensor):
-                self._came[name] = tensor.detach()
+                self._arrived[name] = tensor.detach()
 
     def factors(self) -> dict[str, Factors]:
         """Returns the adapters that arrived complete and fit their layers, by layer; one that does not is a problem."""
         found = {}
         for name, (inputs, outputs) in sorted(self._sizes.items()):
-            down, up = self._came.get(name + DOWN), self._came.get(name + UP)
+            down, up = self._arrived.get(name + DOWN), self._arrived.get(name + UP)
             if down is None or up is None:
                 continue
             shapes = [tuple(down.shape), tuple(up.shape)]
