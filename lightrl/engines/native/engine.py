@@ -216,8 +216,6 @@ class NativeEngine(InferenceEngine):
     def step(self) -> list[Completion]:
         """Fills the free rows from the queue, then runs one token of every sample."""
         self._require_open("step", awake=True)
-        if not self.has_unfinished():
-            return []
         self._cache = self._runner.verify(self.vocab_size, self._cache)
         done = self._admit()
         return done + self._decode() if self._scheduler.num_running else done
