@@ -364,7 +364,7 @@ def evaluate(collector: Collector, prompts: PromptData, config: EvalConfig) -> d
 def sync_engine(trainer: Trainer) -> None:
     """Sends the trained model's weights to the engine, stamped with the number of finished steps."""
     strategy, statistics = trainer.strategy, trainer.statistics
-    freed = strategy.engine.freed_bytes if strategy.engine is not None else 0
+    freed = strategy.serving.require_engine().freed_bytes
     with trainer.timed("sync", "weight sync"):
         strategy.set_global_step(trainer.step_index + 1)
         report = strategy.sync_weights(trainer.model)
