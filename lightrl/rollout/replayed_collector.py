@@ -36,7 +36,8 @@ class ReplayedCollector:
         self._collector = collector
         self._strategy = strategy
         self._config = config
-        self._sampling = replace(sampling_of(config)["sampling"], temperature=config.temperature)
+        sampling = sampling_of(config)["sampling"]
+        self._sampling = replace(sampling, temperature=config.temperature, max_new_tokens=config.max_new_tokens)
         self._prompts = prompts
         self._sampler = PromptSampler(len(prompts), config.num_prompts, config.seed)
         comm = strategy.comm

@@ -9,11 +9,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from lightrl.config import RolloutConfig
 from lightrl.engines.base import AnyPrompt, Completion, EngineGroup, SamplingParams, as_prompt
 from lightrl.engines.colocated import ColocatedEngine
 from lightrl.engines.stop_strings import cut_to
-from lightrl.records import Prompt, Sample, Status
+from lightrl.records import Sample, Status
 from lightrl.rollout.driver import Wish
 from lightrl.rollout.episode import Episode
 from lightrl.rollout.episode_collector import EpisodeCollector, EpisodeFailure, EpisodeJob
@@ -21,7 +20,6 @@ from lightrl.rollout.journal import CURRENT, Journal
 from lightrl.rollout.phases import PhasedDriver
 from lightrl.rollout.recorded_schedule import RecordedGroup, RecordedSample
 from lightrl.rollout.replayed_collector import ReplayedCollector
-from lightrl.strategy import StrategyBase
 
 _PATIENCE_S = 300.0  # without a token or an end, after which an episode is assumed to wait in vain
 
@@ -116,20 +114,8 @@ class ReplayedEpisodes(ReplayedCollector):
     """Replaces the collector of a trainer whose samples are made by a workflow."""
 
     _collector: EpisodeCollector
-
-    def __init__(
-        self,
-        collector: EpisodeCollector,
-        strategy: StrategyBase,
-        schedule: Sequence[Sequence[RecordedGroup]],
-        *,
-        config: RolloutConfig,
-        prompts: Sequence[Prompt],
-    ) -> None:
-        super().__init__(collector, strategy, schedule, config=config, prompts=prompts)
-        self._sampling = replace(self._sampling, max_new_tokens=config.max_new_tokens)
-        self._driver: ReplayDriver | None = None
-        self._played: dict[_Name, Episode | EpisodeFailure | None] = {}
+    _driver: ReplayDriver | None = None
+    _played: dict[_Name, Episode | EpisodeFailure | None]  # of the step, once its tokens are made
 
     def close(self) -> None:
         """Ends the unfinished episodes."""
