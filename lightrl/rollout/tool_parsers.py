@@ -120,26 +120,45 @@ def gemma_calls(text: str) -> list[Found]:
 
 def harmony_calls(text: str) -> list[Found]:
     """Finds calls like `<|channel|>commentary to=functions.add<|message|>{"a": 1}<|call|>`, the notation of gpt-oss."""
-    found, begin = [], 0
-    while (end := text.find(_HARMONY_END, begin)) >= 0:
-        start = _begin_of_message(text, begin, end)
+    found, skipped, begin = [], 0, 0
+    while (first := text.find(_HARMONY_END, begin)) >= 0:
+        if begin > _MAX_COUNTED:
+            text, skipped, first, begin = text[begin:], skipped + begin, first - begin, 0
+        start, end = _message(text, begin, first)
         head, mark, arguments = text[start:end].partition(_HARMONY_TEXT)
         name, begin = _HARMONY_NAME.search(head), end + len(_HARMONY_END)
         if mark and name:  # else it goes to a tool of OpenAI's own
-            found.append(Found(start, begin, [_from_named(name[1], arguments, text[start:end])]))
+            call = _from_named(name[1], arguments, text[start:end])
+            found.append(Found(skipped + start, skipped + begin, [call]))
     return found
 
 
-def _begin_of_message(text: str, begin: int, end: int) -> int:
-    """Returns where gpt-oss's message begins: at its last mark, unless whole arguments of a call hold that."""
-    last, place = max(text.rfind(_HARMONY_BEGIN, begin, end), begin), begin
+def _message(text: str, begin: int, end: int) -> tuple[int, int]:
+    """Returns where gpt-oss's message ends at or behind the next mark of an end, and where it begins.
+
+    It begins at the last mark of a beginning, unless whole arguments of a call hold that, or the mark of the end.
+    """
+    place = begin
     for _ in range(_MOST_MESSAGES):
-        if (mark := text.find(_HARMONY_TEXT, place, last)) < 0:
+        if (mark := text.find(_HARMONY_TEXT, place, end)) < 0:
             break
         start, place = max(text.rfind(_HARMONY_BEGIN, begin, mark), begin), mark + len(_HARMONY_TEXT)
-        if _HARMONY_NAME.search(text, start, mark) and not _from_named("", text[place:end], "").problem:
-            return start
-    return last
+        if _HARMONY_NAME.search(text, start, mark) and (stop := _end_of_arguments(text, place)) >= 0:
+            return start, stop
+    return max(text.rfind(_HARMONY_BEGIN, begin, end), begin), end
+
+
+def _end_of_arguments(text: str, start: int) -> int:
+    """Returns where the mark of gpt-oss's end stands behind whole arguments; -1 if they are not whole."""
+    opening = text.find("{", start)
+    if opening < 0 or text[start:opening].strip():
+        return -1
+    try:
+        stop = _DECODER.raw_decode(text, opening)[1]
+    except (ValueError, RecursionError):
+        return -1
+    end = text.find(_HARMONY_END, stop)
+    return end if end >= 0 and not text[stop:end].strip() else -1
 
 
 def python_calls(text: str) -> list[Found]:

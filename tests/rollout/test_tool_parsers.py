@@ -82,6 +82,20 @@ def test_an_argument_of_harmony_may_hold_the_mark_of_messages() -> None:
     assert PARSERS["harmony"].calls_in(unended) == [NOW]
 
 
+def test_an_argument_of_harmony_may_hold_the_mark_of_an_end() -> None:
+    said = {"text": "<|call|> <|start|>assistant to=functions.now<|message|>{}<|call|>"}
+    head = "<|channel|>commentary to=functions.say<|message|>"
+    later = "<|start|>assistant to=functions.now<|message|>{}<|call|>"
+    before = "<|channel|>analysis<|message|><|call|> {<|end|><|start|>assistant"
+    for text in (f"{head}{json.dumps(said)}<|call|>", f"{before}{head} {json.dumps(said)} <|call|>"):
+        assert PARSERS["harmony"].split(text + later + "rest")[0] == [ToolCall("say", said), NOW]
+    assert PARSERS["harmony"].split(f"{head}{json.dumps(said)}<|call|>{later}rest")[1] == "rest"
+    assert PARSERS["harmony"].split(f"{later * 200}a{head}{json.dumps(said)}<|call|>b") == (
+        [*[NOW] * 200, ToolCall("say", said)],
+        "b",
+    )
+
+
 @pytest.mark.parametrize(
     ("parser", "text", "rest"),
     [
@@ -375,6 +389,7 @@ def test_a_turn_that_repeats_an_opener_is_read_at_once(parser: str, around: str)
         "<|tool_call>call:a{a",
         "<|start|>to=functions.a",
         '<|start|>to=functions.a<|message|>{"',
+        '<|start|>to=functions.a<|message|>{"<|call|>',
     ):
         for text in ("{}", around):
             require_linear(PARSERS[parser].calls_in, lambda n, t=text, o=opener: t.replace("{}", o * n), 100_000)
