@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,7 +33,8 @@ class OpenEnvEnvironment:
             action_field: The field of the environment's action that receives the policy's text.
             observation_field: The field of the observation that the policy reads; empty: the observation as JSON.
             reset_fields: Fields of the prompt's record that are passed to reset(), such as seed. Without a seed of its
-                own a prompt has that of its place in the data, so that all its samples play the same episode.
+                own a prompt has that of its place in the data, so that all its samples play the same episode, if the
+                client's reset() takes a seed.
             client: Your own client as package.module:Class, a subclass of openenv's EnvClient; empty: openenv's client
                 for every environment, which takes actions as dicts.
         """
@@ -47,7 +49,7 @@ class OpenEnvEnvironment:
         self._client = self._make(base_url=self._base_url)
         await _CONNECTIONS.run(self._client.connect())
         settings = {name: _value_of(name, data) for name in self._reset_fields}
-        result = await _CONNECTIONS.run(self._client.reset(**{"seed": data.index, **settings}))
+        result = await _CONNECTIONS.run(self._client.reset(**self._taken({"seed": data.index, **settings})))
         return self._text(result.observation)
 
     async def step(self, action: str) -> tuple[str, float, bool]:
@@ -59,6 +61,18 @@ class OpenEnvEnvironment:
         """Ends the session."""
         if self._client is not None:
             await _CONNECTIONS.run(self._client.disconnect())
+
+    def _taken(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the settings that the client's reset() takes; raises ValueError if it lacks one of reset_fields."""
+        parameters = inspect.signature(self._client.reset).parameters
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            return dict(settings)
+        if lacking := [name for name in self._reset_fields if name not in parameters]:
+            raise ValueError(
+                f"reset() of the client {type(self._client).__name__} takes {', '.join(parameters) or 'no arguments'}, "
+                f"and not {', '.join(lacking)}, which reset_fields names. Leave that out, or let reset() take it."
+            )
+        return {name: value for name, value in settings.items() if name in parameters}
 
     def _text(self, observation: Any) -> str:
         fields = observation if isinstance(observation, Mapping) else observation.model_dump(mode="json")

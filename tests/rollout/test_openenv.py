@@ -113,6 +113,36 @@ def test_samples_of_a_prompt_play_the_same_episode_unless_its_record_says_otherw
         settings("sed")
 
 
+class Unseeded(FakeClient):
+    """A client of one's own whose environment always begins alike."""
+
+    async def reset(self) -> Any:  # type: ignore[override]
+        return await super().reset()
+
+
+class Levelled(FakeClient):
+    """A client of one's own that takes one setting."""
+
+    async def reset(self, level: int = 0) -> Any:  # type: ignore[override]
+        return await super().reset(level=level)
+
+
+def test_a_client_gets_what_its_reset_takes() -> None:
+    def settings(kind: str, *fields: str) -> Any:
+        FakeClient.log.clear()
+        environment = OpenEnvEnvironment(base_url="", client=f"{__name__}:{kind}", reset_fields=fields)
+        asyncio.run(environment.reset(replace(PROMPT, fields={"level": 2, "seed": 4})))
+        return FakeClient.log[-1]
+
+    assert settings("Unseeded") == {}
+    assert settings("Levelled") == {"level": 0}
+    assert settings("Levelled", "level") == {"level": 2}
+    with pytest.raises(ValueError, match=r"reset\(\) of the client Levelled takes level, and not seed, which reset_f"):
+        settings("Levelled", "seed")
+    with pytest.raises(ValueError, match="Unseeded takes no arguments, and not level, seed, which reset_fields names"):
+        settings("Unseeded", "level", "seed")
+
+
 def test_the_field_of_an_observation_is_checked_and_may_be_left_out() -> None:
     environment = OpenEnvEnvironment(base_url="", client=f"{__name__}:FakeClient", observation_field="colour")
     with pytest.raises(ValueError, match="no field 'colour'. It has text, n"):
