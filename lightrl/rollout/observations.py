@@ -34,6 +34,18 @@ class SeenImage:
     num_tokens: int  # that it becomes in the model
 
 
+class ReadImage(bytes):
+    """The content of an image file, with the picture that has been read from it."""
+
+    picture: Any
+
+    def __new__(cls, content: bytes) -> ReadImage:
+        """Reads the picture; raises MediaError if that fails."""
+        made = super().__new__(cls, content)
+        made.picture = read_image(content)
+        return made
+
+
 class SeenIds(tuple[int, ...]):
     """Ids of tokens with one placeholder for each image, and the images."""
 
@@ -128,9 +140,9 @@ def shown_in(messages: Sequence[Message], tokenizer: Any, media: MediaProcessor 
 
 
 def _seen(content: bytes, media: MediaProcessor) -> SeenImage:
-    picture = read_image(content)
+    picture = content.picture if isinstance(content, ReadImage) else read_image(content)
     count = len(media.expanded([media.image_token_id], [(picture.height, picture.width)], ()))
-    return SeenImage(content, picture, media.image_token_id, count)
+    return SeenImage(bytes(content), picture, media.image_token_id, count)
 
 
 def _has_media(message: Message) -> bool:

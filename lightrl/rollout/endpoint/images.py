@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lightrl.data.held_images import held_content, image_content
+from lightrl.data.media import MediaError
 from lightrl.models.multimodal import FAMILIES
 from lightrl.records import Prompt
 from lightrl.rollout.client import EngineClient
 from lightrl.rollout.endpoint.errors import RequestError
-from lightrl.rollout.observations import images_of
+from lightrl.rollout.observations import ReadImage, images_of
 
 _MOST_SHOWN = 80  # characters of a refused address
 _KINDS = ("image", "image_url")  # types of parts
@@ -77,6 +79,26 @@ def with_images(messages: Sequence[Message], engine: EngineClient, task: Prompt 
         )
     following = iter(own if count else ())
     return [_filled(message, following) for message in messages]
+
+
+async def with_pictures(messages: Sequence[Message]) -> Sequence[Message]:
+    """Returns messages whose images have been read in a thread: a large one takes seconds, in which others are served.
+
+    Raises RequestError for an image that cannot be read.
+    """
+    if not any(_image_parts(messages)):
+        return messages
+    try:
+        return await asyncio.to_thread(lambda: [_read(message) for message in messages])
+    except MediaError as error:
+        raise RequestError(f"An image cannot be read: {error}.", param="messages") from error
+
+
+def _read(message: Message) -> Message:
+    if isinstance(message["content"], str):
+        return message
+    parts = [{**part, "image": ReadImage(part["image"])} if is_image(part) else part for part in message["content"]]
+    return {**message, "content": parts}
 
 
 def _filled(message: Message, following: Iterator[str]) -> Message:

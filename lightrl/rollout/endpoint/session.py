@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightrl.config.adapters import POLICY
-from lightrl.data.media import MediaError
 from lightrl.models.chat_text import tools_of
 from lightrl.records import Prompt
 from lightrl.rollout.client import EngineClient
 from lightrl.rollout.endpoint.conversations import Call, Conversations
 from lightrl.rollout.endpoint.errors import RequestError, asleep, ended
-from lightrl.rollout.endpoint.images import identity, with_images
+from lightrl.rollout.endpoint.images import identity, with_images, with_pictures
 from lightrl.rollout.endpoint.messages import answer_message, checked_messages, cut_before_stop, histories
 from lightrl.rollout.episode import Episode, Turn
 from lightrl.rollout.observations import joined
@@ -109,7 +108,7 @@ class Session:
         """Answers a chat request. For the policy's turns among the messages, the engine's own tokens are used."""
         messages = with_images(messages, self.engine, self.task)
         names = histories(messages, tools)
-        parent, prompt_ids = self._prompt_of(messages, tools, names)
+        parent, prompt_ids = await self._prompt_of(messages, tools, names)
         turns = await self._turns(prompt_ids, wish, parent)
         replies = []
         for turn in turns:
@@ -150,7 +149,7 @@ class Session:
 
     # ---- Prompts -----------------------------------------------------------------------------------------------
 
-    def _prompt_of(
+    async def _prompt_of(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], names: list[tuple[bytes, bytes]]
     ) -> tuple[Call | None, tuple[int, ...]]:
         """Returns the call that the messages continue, if any, and the tokens of the messages."""
@@ -159,10 +158,11 @@ class Session:
                 continue
             call = self.conversations.recall(names[end - 1][0]) or self.conversations.recall(names[end - 1][1])
             if call is not None:
-                return call, joined(call.ids, self._rendered(messages[end:], after=call.turn))
+                new = await with_pictures(messages[end:])
+                return call, joined(call.ids, self._rendered(new, after=call.turn))
         if self.task is not None and not tools and histories(self._plain(self.task), ())[-1:] == names[-1:]:
             return None, self.task.token_ids
-        return None, joined(self._rendered(messages, tools=tools))
+        return None, joined(self._rendered(await with_pictures(messages), tools=tools))
 
     def _plain(self, task: Prompt) -> list[dict[str, Any]]:
         """Returns a prompt's messages in the form in which requests are kept; none if it has tools or videos."""
@@ -185,8 +185,6 @@ class Session:
                 return engine.encode_messages(messages, after=after)
             if engine.tokenizer.chat_template or not all(isinstance(message["content"], str) for message in messages):
                 return engine.encode_prompt(messages, tools=tools)
-        except MediaError as error:
-            raise RequestError(f"An image cannot be read: {error}.", param="messages") from error
         except Exception as error:  # a template may raise anything
             raise RequestError(f"The model's chat template refuses the messages: {error}", param="messages") from error
         if tools:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import threading
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -24,6 +25,7 @@ from lightrl.engines.base import SamplingParams
 from lightrl.models.policy import Policy, load_policy, load_tokenizer
 from lightrl.records import Experience, Prompt, Sample
 from lightrl.rewards.reward_set import RewardSet
+from lightrl.rollout import observations
 from lightrl.rollout.client import EngineClient, EpisodeLimits
 from lightrl.rollout.endpoint.errors import RequestError
 from lightrl.rollout.endpoint.images import identity, image_part, in_words, with_images
@@ -231,6 +233,35 @@ def test_an_image_counts_with_all_its_tokens(vision: tuple[Any, ScriptedDriver],
             await ask(session_of(vision, task(tmp_path, "play"), max_tokens=length), shown)
         assert f"in {length} tokens" in str(told.value)
         await ask(session_of(vision, task(tmp_path, "play"), max_tokens=length + 1), shown)
+
+    asyncio.run(run())
+
+
+@pytest.mark.timeout(120)
+def test_others_are_served_while_an_image_is_read(
+    vision: tuple[Any, ScriptedDriver], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, may_go_on = threading.Event(), threading.Event()
+
+    def read_slowly(content: bytes) -> Any:
+        has_begun.set()
+        assert may_go_on.wait(20), "the loop serves nobody meanwhile"
+        return read_image(content)
+
+    monkeypatch.setattr(observations, "read_image", read_slowly)
+
+    async def run() -> None:
+        session = session_of(vision, task(tmp_path, "play"))
+        shown = asyncio.ensure_future(ask(session, as_user(linked(url_of(checkered(84, 56))))))
+        while not has_begun.is_set():
+            await asyncio.sleep(0.01)
+        told = await ask(session, {"role": "user", "content": "a"})
+        may_go_on.set()
+        seen = await shown
+        first, second = session.conversations.calls
+        assert [tuple(answer["prompt_token_ids"]) for answer in (told, seen)] == [first.prompt_ids, second.prompt_ids]
+        (image,) = images_of(second.prompt_ids)
+        assert (type(image.content), image.picture.size) == (bytes, (84, 56))
 
     asyncio.run(run())
 
