@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,17 +65,32 @@ def batches_of(config: RunConfig, *, ranks: int, prompt_tokens: int, response_to
     )
 
 
-def flops_of_step(config: RunConfig, hf_config: Any, policy: Model, batches: Batches, passes: Passes) -> float:
-    """Returns the floating-point operations of a step over all ranks, without those of the weight sync."""
-    text = hf_config.get_text_config()
-    heads, width = text.num_attention_heads, _head_dim(text)
-    tokens = batches.sequences * batches.length
-    linear = 2.0 * active_weights(hf_config, policy) * tokens
-    attention = 2.0 * text.num_hidden_layers * heads * width * batches.length * tokens
+def flops_of_step(
+    config: RunConfig, hf_config: Any, policy: Model, batches: Batches, passes: Passes, others: Iterable[Model] = ()
+) -> float:
+    """Returns the floating-point operations of a step over all ranks, without those of the weight sync.
+
+    others: models of their own size, which read every sequence once.
+    """
     trained = passes.trained * (4 if config.gradient_checkpointing else 3)
     sampled = int(isinstance(config, RolloutConfig))
     by_trainer = batches.computed_share * (trained + passes.scored - sampled)
-    return float((linear + attention) * (by_trainer + sampled))
+    by_others = sum(
+        (1.0 if model.role in batches.whole_roles else batches.computed_share)
+        * _flops_of_pass(model.hf_config, model, batches)
+        for model in others
+    )
+    return _flops_of_pass(hf_config, policy, batches) * (by_trainer + sampled) + by_others
+
+
+def _flops_of_pass(hf_config: Any, model: Model, batches: Batches) -> float:
+    """Returns the operations of a forward pass of all whole sequences of a step."""
+    text = hf_config.get_text_config()
+    heads, width = text.num_attention_heads, _head_dim(text)
+    tokens = batches.sequences * batches.length
+    linear = 2.0 * active_weights(hf_config, model) * tokens
+    attention = 2.0 * text.num_hidden_layers * heads * width * batches.length * tokens
+    return float(linear + attention)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +110,7 @@ def passes_of(config: RunConfig) -> Passes:
     scored += config.optimizer_steps_per_step > 1 and algorithm.ratio_to == "recompute"
     scored += algorithm.kl_coef > 0
     if isinstance(config, GRPOConfig):
-        return Passes(trained=trained, scored=scored + bool(config.teacher_model))
+        return Passes(trained=trained, scored=scored)
     assert isinstance(config, PPOConfig)
     return Passes(trained=trained * (1 if config.critic.shared_backbone else 2), scored=scored + 1)
 

@@ -91,6 +91,11 @@ class Models:
         """The models that a step may use."""
         return [model for model in (self.policy, self.reference, self.critic, *self.frozen) if model is not None]
 
+    @property
+    def readers(self) -> list[Model]:
+        """The models besides the policy's copies that read each sequence once: a teacher and a reward model."""
+        return self.frozen if self.scorer is None or self.scorer in self.frozen else [*self.frozen, self.scorer]
+
     def of(self, config: RunConfig) -> Models:
         """Returns the models of the same files for other options."""
         return Models(self.hf_config, config, self._others)
@@ -140,7 +145,7 @@ def plan_run(config: RunConfig, models: Models, machine: Machine) -> Plan:
     return Plan(
         phases=step.phases,
         batches=batches,
-        flops=flops_of_step(config, hf_config, models.policy, batches, passes_of(config)),
+        flops=flops_of_step(config, hf_config, models.policy, batches, passes_of(config), models.readers),
         host=step.host,
         num_weights=sum(weight.numel for weight in models.policy.weights),
         engine=engine,

@@ -1,6 +1,7 @@
 """The arithmetic of batches and work."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -58,4 +59,10 @@ def test_work_and_cache(small_config: Any) -> None:
     tied = copy.deepcopy(small_config)
     tied.tie_word_embeddings = True  # one matrix less, but the same products
     assert flops_of_step(config, tied, policy_of(tied, config), batches, passes_of(config)) == wanted
+    other = replace(policy_of(tied, config), role="reward model")  # reads all, only forwards
+    assert flops_of_step(config, small_config, model, batches, passes_of(config), [other]) == wanted * 4 / 3
+    for whole, share in ((frozenset[str](), 0.5), (frozenset({"reward model"}), 1.0)):
+        shared = replace(batches, computed_share=0.5, whole_roles=whole)
+        found = flops_of_step(config, small_config, model, shared, passes_of(config), [other])
+        assert found == wanted / 2 + wanted / 3 * share
     assert kv_bytes_of_token(small_config, 2) == 2 * 3 * 2 * 8 * 2

@@ -74,9 +74,12 @@ def test_a_reward_model_stays_beside_the_trainer_or_whole_where_samples_are_scor
         assert phase.parts["reward model weights"] == pytest.approx(4 * num_weights, rel=1e-2)  # and buffers
     assert made.phases[1].parts["activations"] > 0
     assert made.peak.total == pytest.approx(without.peak.total + made.phases[2].parts["reward model weights"])
+    forward, added = 2 * (num_weights - 64 * 32) * made.batches.length, made.flops - without.flops
+    assert forward < added / made.batches.sequences < 2 * forward  # with attention
     apart = GRPOConfig(**SIZES, reward=("reward_model",), reward_model="x", rollout_ranks=1, strategy="fsdp")
     machine = Machine(ranks=3, memory=0, prompt_tokens=8, response_tokens=0, is_accelerator=False)
     made = plan_run(apart, Models(small_config, apart, {"reward_model": small_config}), machine)
+    assert made.flops == without.flops + added
     holding = [phase.name for phase in made.phases if "reward model weights" in phase.parts]
     assert holding == ["generate"]
     assert made.phases[0].parts["reward model weights"] == pytest.approx(4 * num_weights, rel=1e-2)
