@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from lightrl.checkpoint import save_bytes
 from lightrl.records import ScoredGroup, Status
 
 SCHEDULE = "schedule.jsonl"
@@ -73,9 +74,23 @@ class ScheduleLog:
 
     def _drop_from(self, step: int) -> None:
         """Drops the lines that an interrupted run wrote after the checkpoint from which this run continues."""
-        kept = [line for line in _lines(self._path) if json.loads(line)["step"] <= step]
-        save_bytes(self._path, "".join(f"{line}\n" for line in kept).encode())
+        if self._path.is_file():
+            os.truncate(self._path, _end_of(self._path, step))
         self._is_open = True
+
+
+def _end_of(path: Path, step: int) -> int:
+    """Returns where the lines up to a step end. Of a long file only the lines behind them are read."""
+    if not path.stat().st_size:
+        return 0
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        end = content.rfind(b"\n") + 1  # a kill may have truncated the last line
+        while end:
+            start = content.rfind(b"\n", 0, end - 1) + 1
+            if json.loads(content[start:end])["step"] <= step:
+                break
+            end = start
+        return end
 
 
 def read_schedule(folder: Path) -> list[tuple[RecordedGroup, ...]]:

@@ -75,6 +75,17 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
     assert [[item.ticket for item in batch] for batch in read_schedule(tmp_path)] == [[0], [1], [12]]
 
 
+def test_of_a_long_file_only_the_end_is_read(tmp_path):
+    for step in range(3):
+        append(tmp_path, step, group(step, ((5,), (3,))))
+    path = tmp_path / SCHEDULE
+    first, *others = path.read_text().splitlines(keepends=True)
+    unreadable = "x" * len(first) + "\n"
+    path.write_text(unreadable + "".join(others))
+    append(tmp_path, 2)
+    assert path.read_text().startswith(unreadable + others[0] + '{"step": 3, "groups": []}')
+
+
 def test_a_kill_in_the_middle_of_a_line_costs_only_that_line(tmp_path, monkeypatch):
     for step in range(3):
         append(tmp_path, step, group(step, ((5, 6), (0, 0))))
@@ -88,7 +99,7 @@ def test_a_kill_in_the_middle_of_a_line_costs_only_that_line(tmp_path, monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("os.replace", killed)
+        patched.setattr("os.truncate", killed)
         with pytest.raises(KeyboardInterrupt):
             append(tmp_path, 2)
     assert len(read_schedule(tmp_path)) == 2  # what is there stays until there is something better
