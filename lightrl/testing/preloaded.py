@@ -107,15 +107,23 @@ def start(program: Program, output: IO[Any], rank: int = 0) -> Forked:
 
 @cache
 def _server(number: int) -> socket.socket:
-    """Starts a server, which ends with this process because its standard input is closed then."""
+    """Starts a server, which ends with this process: even if that is killed, its standard input is closed then."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         environment = {**ENVIRONMENT, "PYTHONHASHSEED": str(number)}
         command = [sys.executable, "-c", "from lightrl.testing import preloaded; preloaded.serve()"]
-        subprocess.Popen(
+        server = subprocess.Popen(
             command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=environment, start_new_session=True
         )
+    atexit.register(_end, server, os.getpid())
     return ours
+
+
+def _end(server: subprocess.Popen[bytes], starter: int) -> None:
+    """Ends a server with the process that started it, and not with a fork of that process."""
+    if os.getpid() == starter:
+        server.kill()
+        server.wait()
 
 
 def serve() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -44,6 +45,15 @@ def write(folder: Path, text: str) -> Path:
 def seen(printed: str) -> list[dict]:
     (line,) = (line for line in printed.splitlines() if line.startswith("seen "))
     return json.loads(line[5:])
+
+
+def test_a_process_that_forks_programs_leaves_nothing_behind(tmp_path: Path) -> None:
+    call = f"run_spmd({str(write(tmp_path, ''))!r}, world_size=1)"
+    code = f"import gc; from lightrl.testing import run_spmd; {call}; gc.collect()"
+    command = [sys.executable, "-W", "error::ResourceWarning", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "ResourceWarning" not in done.stderr
 
 
 @pytest.mark.slow
