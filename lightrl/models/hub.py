@@ -45,12 +45,21 @@ def why_unreachable() -> str:
 
 
 def file_of(path: str, name: str) -> str | None:
-    """Returns the local path of a file in a folder or a repository on the hub; None if there is no such file."""
+    """Returns the local path of a file in a folder or a repository on the hub; None if there is no such file.
+
+    If the network is lost, as it may be by the end of a run, only the cache counts. The hub is asked again next time.
+    """
+    reason = "" if os.path.isdir(path) or constants.HF_HUB_OFFLINE else why_unreachable()
+    if reason:
+        logger.warning(
+            "%s cannot be reached (%s): %s of %s comes from the cache, if at all.", _host(), reason, name, path
+        )
     # The keywords are private: with them a missing file gives None instead of an error. They can go once there is a
     # public option: https://github.com/huggingface/transformers/blob/v5.19.0/src/transformers/utils/hub.py
     local_path: str | None = cached_file(
         path,
         name,
+        local_files_only=bool(reason),
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_gated_repo=False,
         _raise_exceptions_for_connection_errors=False,

@@ -2,6 +2,7 @@ import os
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -86,3 +87,26 @@ def test_without_a_network_a_cached_model_is_read_from_the_cache_alone(monkeypat
     assert hub.file_of("nobody/nothing", "preprocessor_config.json") is None  # it would be asked for 23 s
     assert time.monotonic() - started < 5
     hub.require_reachable("nobody/nothing", "--model")
+
+
+def test_a_file_is_sought_in_the_cache_alone_while_the_network_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[bool] = []
+
+    def noted(path: str, name: str, local_files_only: bool = False, **others: bool) -> str | None:
+        asked.append(local_files_only)
+        return library(path, name, local_files_only=local_files_only, **others) if local_files_only else "found"
+
+    library = hub.cached_file
+    monkeypatch.setattr(hub, "cached_file", noted)
+    monkeypatch.setattr(hub.constants, "ENDPOINT", "https://127.0.0.1:9")
+    assert hub.file_of("nobody/nothing", "preprocessor_config.json") is None
+    assert "127.0.0.1 cannot be reached" in caplog.text
+    assert "preprocessor_config.json of nobody/nothing comes from the cache, if at all" in caplog.text
+    assert hub.file_of(str(tmp_path), "preprocessor_config.json") == "found"
+    with socket.create_server(("127.0.0.1", 0)) as server:  # the network is back
+        monkeypatch.setattr(hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        assert hub.file_of("nobody/nothing", "preprocessor_config.json") == "found"
+    assert asked == [True, False, False]
+    assert not hub.constants.HF_HUB_OFFLINE
