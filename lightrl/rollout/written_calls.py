@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 THOUGHT = ("<think>", "</think>")
+_MOST_MARKS = 8  # of the end of a call that are taken for parts of its texts
+_IS_CUT = "Unterminated string"  # what Python's json says of a text without an end
 _MAX_SHOWN = 200  # characters of a bad call that are quoted in its answer
 
 
@@ -39,7 +41,24 @@ def marked_calls(
     text: str, marks: tuple[str, str], read: Callable[[str], ToolCall], thought: tuple[str, str] = THOUGHT
 ) -> list[Found]:
     """Returns the calls between two marks outside the turn's thoughts, as `read` reads what stands between."""
-    return [Found(*match.span(), [read(match[1])]) for match in marked(text, marks, thought)]
+    found, done = list[Found](), 0
+    for match in marked(text, marks, thought):
+        if match.start() >= done:
+            call, done = _whole_call(text, match, marks[1], read)
+            found.append(Found(match.start(), done, [call]))
+    return found
+
+
+def _whole_call(text: str, match: re.Match[str], mark: str, read: Callable[[str], ToolCall]) -> tuple[ToolCall, int]:
+    """Returns a call and where it ends: at the first mark, or at a later one if a text of its JSON holds the first."""
+    first = call = read(match[1])
+    stop = match.end()
+    for _ in range(_MOST_MARKS):
+        end = text.find(mark, stop)
+        if _IS_CUT not in call.problem or end < 0:
+            break
+        call, stop = read(text[match.start(1) : end]), end + len(mark)
+    return (first, match.end()) if call.problem else (call, stop)
 
 
 def marked(text: str, marks: tuple[str, str], thought: tuple[str, str] = THOUGHT) -> Iterator[re.Match[str]]:
