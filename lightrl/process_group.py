@@ -108,6 +108,11 @@ def check_environment() -> None:
             raise EnvironmentVariableError(
                 f"The environment variable {name} is {os.environ[name]!r}: it must be a whole number."
             )
+    if not 0 < int(os.environ["MASTER_PORT"]) < 65536:  # torchrun --master_port 0 passes 0 on
+        raise EnvironmentVariableError(
+            f"The environment variable MASTER_PORT is {os.environ['MASTER_PORT']}: it must be 1 to 65535. "
+            "torchrun --standalone chooses a free port."
+        )
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if rank >= world:
         raise EnvironmentVariableError(

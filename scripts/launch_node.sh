@@ -46,6 +46,8 @@ check_variables() {
     for name in NNODES NODE_RANK MASTER_PORT NPROC_PER_NODE; do
         [[ ${!name} =~ ^[0-9]+$ ]] || fail "$name is '${!name}': it must be a whole number."
     done
+    ((10#$MASTER_PORT > 0 && 10#$MASTER_PORT < 65536)) ||
+        fail "MASTER_PORT is $MASTER_PORT: it must be a port from 1 to 65535, the same on all nodes."
     ((10#$NODE_RANK < 10#$NNODES)) || fail "NODE_RANK is $NODE_RANK: with NNODES $NNODES it must be 0 to $((10#$NNODES - 1))."
 }
 

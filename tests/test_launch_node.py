@@ -155,6 +155,8 @@ def test_a_number_may_begin_with_0(fake_environment: Path) -> None:
     ("wrong", "message"),
     [
         ({"NODE_RANK": "2"}, "NODE_RANK is 2: with NNODES 2 it must be 0 to 1."),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT is 0: it must be a port from 1 to 65535, the same on all nodes."),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT is 65536: it must be a port from 1 to 65535"),
         ({"NNODES": "two"}, "NNODES is 'two': it must be a whole number."),
         ({"NPROC_PER_NODE": "-1"}, "NPROC_PER_NODE is '-1': it must be a whole number."),
     ],

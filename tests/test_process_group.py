@@ -35,6 +35,12 @@ def test_variables_that_describe_no_rank_are_named(monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv(name, value)
     with pytest.raises(RuntimeError, match="RANK is 2: with WORLD_SIZE 2 it must be 0 to 1"):
         check_environment()
+    monkeypatch.setenv("RANK", "1")
+    check_environment()
+    for port in ("0", "70000"):  # torchrun --master_port 0 passes the 0 on, and a rank would wait there for ever
+        monkeypatch.setenv("MASTER_PORT", port)
+        with pytest.raises(ValueError, match=f"MASTER_PORT is {port}: it must be 1 to 65535. torchrun --standalone"):
+            check_environment()
     monkeypatch.setenv("WORLD_SIZE", "two")
     assert known_world() == 1  # whoever joins is told below
     with pytest.raises(ValueError, match="WORLD_SIZE is 'two': it must be a whole number"):
