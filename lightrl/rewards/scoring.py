@@ -160,6 +160,8 @@ def unwrapped(reward: Any) -> Any:
 
 
 def _check_signature(reward: Any, scope: Scope) -> None:
+    if isinstance(unwrapped(reward), type):
+        raise _contradiction(reward, f"is a class: give an object of it, reward={reward_name(reward)}(...).")
     try:
         signature = inspect.signature(reward)
     except (TypeError, ValueError):  # some callables written in C have no signature

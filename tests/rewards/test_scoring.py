@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import pickle
 import time
@@ -84,6 +85,22 @@ def test_what_is_not_a_finite_number_is_named(value: Any, shown: str) -> None:
 def test_an_object_that_cannot_be_called_is_refused_before_the_run() -> None:
     with pytest.raises(ValueError, match="'object' is an object that cannot be called: give its class a __call__"):
         kind_of(object())  # type: ignore[arg-type]
+
+
+class Scaled:
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = scale
+
+    def __call__(self, sample: Sample) -> float:
+        return self.scale
+
+
+def test_a_class_in_place_of_its_object_is_refused_before_the_run() -> None:
+    with pytest.raises(ValueError, match=r"'Scaled' is a class: give an object of it, reward=Scaled\(\.\.\.\)"):
+        kind_of(Scaled)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'Scaled' is a class"):
+        kind_of(functools.partial(Scaled, 2.0))  # type: ignore[arg-type]
+    assert score(Scaled(0.5), [sample(7, "hello")]) == [0.5]
 
 
 def test_a_reward_that_raises_is_named_with_its_cause() -> None:
