@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightrl.engines.base import Completion
+from lightrl.engines.base import AnyPrompt, Completion, SamplingParams
 from lightrl.engines.native.cache import RowCache, additive_mask
 from lightrl.engines.native.engine import NativeEngine
 from lightrl.engines.native.forward import FusedForward, ModelRunner, SampleState, _Layer
@@ -92,8 +92,17 @@ class LookupEngine(NativeEngine):
         self._prompts: dict[int, NDArray[np.int64]] = {}  # of the running requests
         self.num_guessed = 0  # tokens guessed so far
         self.num_right = 0  # guesses that were drawn
+        self._forget()
+
+    def _forget(self) -> None:
         self._share_right = 1.0  # of the newest guesses
         self._num_plain = 0  # steps since anything was guessed
+
+    def submit(self, prompt: AnyPrompt, params: SamplingParams) -> int:
+        """Queues a request and returns its id; an idle engine then guesses as a new one, as a resumed run has."""
+        if not self.has_unfinished():
+            self._forget()
+        return super().submit(prompt, params)
 
     def _decode(self) -> list[Completion]:
         rows, num_rows = self._scheduler.rows, self._scheduler.num_running

@@ -78,6 +78,20 @@ def test_an_aborted_sample_goes_on_with_the_same_tokens(tiny_model) -> None:
         assert item.output_token_ids == expected.output_token_ids[: len(item.output_token_ids)]
 
 
+def test_an_idle_engine_forgets_how_good_its_guesses_were(tiny_model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that continues has a new engine: the same steps must guess the same, for a guess changes how sums round."""
+    params = SamplingParams(max_new_tokens=40, n=2, temperature=0.3, ignore_eos=True)
+    new, used = (LookupEngine(tiny_model("llama"), eos_token_ids=[2], device=CPU, num_guesses=3) for _ in range(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(lookup, "continuation", lambda text, most: np.zeros(max(0, most), np.int64))
+        used.generate([PROMPTS[2]], [params])
+    num_before = used.num_guessed
+    assert used.num_right < num_before / 4  # so few that it stops guessing
+    wanted, found = (engine.generate([PROMPTS[2]], [params]) for engine in (new, used))
+    assert 0 < new.num_guessed == used.num_guessed - num_before
+    assert [sample.logprobs for sample in found] == [sample.logprobs for sample in wanted]
+
+
 def test_any_guess_leaves_the_distribution_as_it_is(tiny_model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts the second and third tokens of 3,000 samples, which are guessed well, half well and badly in turn."""
     model, num = tiny_model("llama"), 3000
