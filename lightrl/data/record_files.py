@@ -188,7 +188,9 @@ def load_from_hub(source: str, stream: bool) -> Sequence[LocatedRecord]:
 
 
 def _ended(error: Exception) -> str:
-    return f"{str(error).rstrip().removesuffix('.')}."
+    """Returns the error as a sentence, with its cause: datasets says by itself only that it failed."""
+    parts = [str(part).strip() for part in (error, error.__cause__) if part is not None]
+    return f"{': '.join(' '.join(part.split()).removesuffix('.') for part in parts if part)}."
 
 
 def _import_datasets(source: str) -> Any:

@@ -208,6 +208,13 @@ def test_a_directory_of_data_files(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         load_records(str(tmp_path / "data"))
     write(tmp_path / "data" / "train.jsonl", '{"prompt": "a"}\n')
     assert [record for record, _ in load_records(str(tmp_path / "data"))] == [{"prompt": "a"}]
+    (tmp_path / "mixed").mkdir()
+    write(tmp_path / "mixed" / "a.jsonl", '{"prompt": "a"}\n')
+    write(tmp_path / "mixed" / "b.jsonl", '{"question": "b"}\n')
+    with pytest.raises(
+        ValueError, match=r"generating the dataset: Couldn't cast question: string .*names don't match\.$"
+    ):
+        load_records(str(tmp_path / "mixed"))
 
 
 @pytest.mark.parametrize(
