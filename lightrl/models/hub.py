@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 import threading
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from huggingface_hub import constants, try_to_load_from_cache
@@ -97,3 +98,15 @@ def _why_no_connection(host: str, port: int) -> str:
     thread.start()
     thread.join(_WAIT_S)
     return reasons[0] if reasons else f"no answer within {_WAIT_S:g} s"
+
+
+def instead_of(folder: Path) -> str:
+    """Returns what to give instead of a folder that holds no model; empty if it is none that lightrl or peft writes."""
+    if (folder / "adapter_config.json").is_file():
+        return " It holds an adapter: give the model that it belongs to, or the merged one, which a run has as final/."
+    if (folder / "final" / "config.json").is_file():
+        return f" Did you mean {folder / 'final'}?"
+    step = folder.name.removeprefix("step-")
+    if folder.parent.name == "checkpoints" and step.isdecimal():
+        return f" It is a checkpoint: lightrl export {folder.parent.parent} --step {int(step)} writes its model."
+    return ""

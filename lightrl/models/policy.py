@@ -26,7 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from lightrl.models.allowed_tokens import AllowedTokens
 from lightrl.models.buffers import as_loaded
-from lightrl.models.hub import require_reachable
+from lightrl.models.hub import instead_of, require_reachable
 from lightrl.models.logprobs import LogitTransform, chosen_logprobs
 from lightrl.models.multimodal import (
     FAMILIES,
@@ -257,14 +257,8 @@ def check_model_folder(path: str, option: str = "--model") -> None:
         hint = " Write out ~, which only a shell replaces." if path.startswith("~") else ""
         raise FileNotFoundError(f"{option} {path}: there is no such folder.{hint}")
     if not (folder / "config.json").is_file():
-        inner = folder / "final"
-        hint = f" Did you mean {inner}?" if (inner / "config.json").is_file() else ""
-        if (folder / "adapter_config.json").is_file():
-            hint = (
-                " It holds an adapter: give the model that it belongs to, or the merged one, which a run has as final/."
-            )
         raise FileNotFoundError(
-            f"{option} {path}: the folder has no config.json, so it holds no Hugging Face model.{hint}"
+            f"{option} {path}: the folder has no config.json, so it holds no Hugging Face model.{instead_of(folder)}"
         )
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise FileNotFoundError(f"{option} {path}: the folder has no tokenizer. Save it there with save_pretrained().")

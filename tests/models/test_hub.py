@@ -110,3 +110,20 @@ def test_a_file_is_sought_in_the_cache_alone_while_the_network_is_lost(
         assert hub.file_of("nobody/nothing", "preprocessor_config.json") == "found"
     assert asked == [True, False, False]
     assert not hub.constants.HF_HUB_OFFLINE
+
+
+def test_a_folder_without_a_model_is_told_where_the_model_is(tmp_path: Path) -> None:
+    def told(folder: Path) -> str:
+        with pytest.raises(FileNotFoundError, match=r"holds no Hugging Face model\.") as error:
+            check_model_folder(str(folder))
+        return str(error.value)
+
+    checkpoint = tmp_path / "checkpoints" / "step-000004"
+    checkpoint.mkdir(parents=True)
+    assert told(checkpoint).endswith(f" It is a checkpoint: lightrl export {tmp_path} --step 4 writes its model.")
+    assert told(tmp_path).endswith("holds no Hugging Face model.")
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final" / "config.json").touch()
+    assert told(tmp_path).endswith(f" Did you mean {tmp_path / 'final'}?")
+    (tmp_path / "adapter_config.json").touch()
+    assert "It holds an adapter: give the model" in told(tmp_path)
