@@ -1,6 +1,6 @@
 """A link to rollout ranks whose values are in a dictionary, for tests of what a step takes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightrl.records import Prompt, Sample, ScoredGroup, Status
@@ -85,3 +85,30 @@ class StoreLink:
 
     def require_others(self) -> None:
         pass
+
+
+class EagerLink(StoreLink):
+    """A link whose other end finishes a group as soon as it may start one: within `limit` and what was dropped."""
+
+    def __init__(self, rewards: Sequence[tuple[float, ...]], limit: int, status: Status = Status.COMPLETED) -> None:
+        super().__init__()
+        self._rewards, self._limit, self._status = rewards, limit, status
+        self.version = 0
+
+    def allowed(self) -> int:
+        """How many groups the other end may start."""
+        return self._limit + sum(len(command["numbers"]) for command in self.posted if command["do"] == "drop")
+
+    def go_on(self) -> None:
+        while self.num_claimed < min(self.allowed(), len(self._rewards)):
+            number, rewards = self.num_claimed, self._rewards[self.num_claimed]
+            self.start(self.version)
+            statistics = {"reward/mean": ("mean", sum(rewards), float(len(rewards)))}
+            self.finish(number, self.version, rewards, status=self._status, statistics=statistics, failure="on fire")
+
+    def wait(self, is_done: Callable[[], bool], what: str) -> None:
+        for _ in range(100):
+            self.go_on()
+            if is_done():
+                return
+        raise AssertionError(f"waited for {what}")

@@ -1,7 +1,7 @@
 """Which groups a step rejects; that others take their places is tested with what is produced, in test_production.py."""
 
 import pytest
-from store_link import PROMPT, StoreLink
+from store_link import PROMPT, EagerLink
 
 from lightrl.comm import Comm
 from lightrl.config import GRPOConfig
@@ -15,30 +15,6 @@ from lightrl.rollout.recorded_schedule import ScheduleLog, read_schedule
 from lightrl.trainers.scheduled import unequal_rewards
 
 SAME, DIFFERENT = (1.0, 1.0), (0.0, 1.0)
-
-
-class EagerLink(StoreLink):
-    """A link whose other end finishes a group as soon as it may start one: within `limit` and what was dropped."""
-
-    def __init__(self, rewards, limit, status=Status.COMPLETED):
-        super().__init__()
-        self._rewards, self._limit, self._status = rewards, limit, status
-        self.version = 0
-
-    def go_on(self):
-        allowed = self._limit + sum(len(command["numbers"]) for command in self.posted)
-        while self.num_claimed < min(allowed, len(self._rewards)):
-            number, rewards = self.num_claimed, self._rewards[self.num_claimed]
-            self.start(self.version)
-            statistics = {"reward/mean": ("mean", sum(rewards), len(rewards))}
-            self.finish(number, self.version, rewards, status=self._status, statistics=statistics, failure="on fire")
-
-    def wait(self, is_done, what):
-        for _ in range(100):
-            self.go_on()
-            if is_done():
-                return
-        raise AssertionError(f"waited for {what}")
 
 
 def collector(link, folder, kind=BoundedCollector, size=2, keep=unequal_rewards):

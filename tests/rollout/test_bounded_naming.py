@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_bounded_filter import DIFFERENT, PROMPT, SAME, StoreLink
+from store_link import PROMPT, EagerLink
 
 from lightrl.comm import Comm
 from lightrl.config import DataConfig, GRPOConfig
@@ -19,17 +19,15 @@ from lightrl.rollout.recorded_schedule import ScheduleLog
 from lightrl.trainers.scheduled import unequal_rewards
 
 PROMPTS = [PROMPT] * 50
+SAME, DIFFERENT = (1.0, 1.0), (0.0, 1.0)
 
 
-class NamedLink(StoreLink):
+class NamedLink(EagerLink):
     """A link whose other end starts no group before its prompt is named."""
 
-    def go_on(self) -> None:
+    def allowed(self) -> int:
         named = [prompt for command in self.posted if command["do"] == "name" for prompt in command["prompts"]]
-        dropped = sum(len(command["numbers"]) for command in self.posted if command["do"] == "drop")
-        while self.num_claimed < min(self._limit + dropped, len(named), len(self._rewards)):
-            self._finish(self.num_claimed, self._rewards[self.num_claimed])
-            self.num_claimed += 1
+        return min(super().allowed(), len(named))
 
 
 class Follower(Comm):
