@@ -125,7 +125,7 @@ class ExampleBuilder:
                 raise ValueError(f"{where}: {field!r} is empty: an answer must hold text.")
             answer = [{"role": "assistant", "content": value}]
         else:
-            raise ValueError(f"{where}: {field!r} is a {type(value).__name__}. It must be a string or messages.")
+            raise ValueError(f"{where}: {field!r} is of type {type(value).__name__}. It must be a string or messages.")
         if prompt is None:
             raise ValueError(
                 f"{where}: {field!r} is an answer, and the record has no {self._fields.prompt!r}, only "

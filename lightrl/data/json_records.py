@@ -38,7 +38,7 @@ def require_object(value: Any, where: str) -> Record:
     """Returns a record; raises ValueError for any other value."""
     if not isinstance(value, dict):
         raise ValueError(
-            f"{where}: a record is a {type(value).__name__}. It must be a JSON object with a prompt or messages."
+            f"{where}: a record is of type {type(value).__name__}. It must be a JSON object with a prompt or messages."
         )
     return value
 

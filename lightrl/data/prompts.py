@@ -290,7 +290,7 @@ def _require_messages(value: Any, where: str, field: str, takes_parts: bool) -> 
     """Returns the messages of a prompt without their null fields, which columnar formats add."""
     if not isinstance(value, list):
         raise ValueError(
-            f"{where}: {field!r} is a {type(value).__name__}. It must be a string, or a list of messages, "
+            f"{where}: {field!r} is of type {type(value).__name__}. It must be a string, or a list of messages, "
             'each {"role": ..., "content": ...}.'
         )
     if not value:

@@ -186,7 +186,7 @@ def test_pairs_may_have_a_margin() -> None:
     [
         ({"prompt": "a"}, "neither 'response' nor 'messages', only ['prompt']"),
         ({"response": "a"}, "the record has no 'prompt'"),
-        ({"prompt": "a", "response": 3}, "'response' is a int"),
+        ({"prompt": "a", "response": 3}, "'response' is of type int"),
         ({"prompt": "a", "response": " "}, "'response' is empty"),
         ({"messages": [user("a"), assistant("")]}, "an answer is empty"),
         ({"messages": []}, "'messages' must be a list of messages"),

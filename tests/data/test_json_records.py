@@ -14,5 +14,5 @@ def test_what_is_no_json_is_told_with_what_is_wanted() -> None:
     for content in (b"{", b"[" * 100_000, b"1" * 5000):
         with pytest.raises(ValueError, match=r"^here: not valid JSON \(.*\)\. Give an object\.$"):
             parse_json(content, "here", "Give an object.")
-    with pytest.raises(ValueError, match="here: a record is a list"):
+    with pytest.raises(ValueError, match="here: a record is of type list"):
         require_object([], "here")

@@ -151,7 +151,7 @@ MESSAGE = {"role": "user", "content": "add"}
         ({"text": "add"}, r"neither 'prompt' nor 'messages', only \['text'\]. .* by --data.prompt_field"),
         ({"prompt": None}, "neither 'prompt' nor 'messages'"),
         ({"prompt": " \n"}, "'prompt' is empty"),
-        ({"prompt": 3}, "'prompt' is a int. It must be a string, or a list of messages"),
+        ({"prompt": 3}, "'prompt' is of type int. It must be a string, or a list of messages"),
         ({"prompt": []}, "'prompt' is an empty list"),
         ({"messages": ["add"]}, r"messages\[0\] is 'add'. A message must be"),
         ({"messages": [MESSAGE, {"role": "user"}]}, r"messages\[1\] is .* A message must be"),

@@ -81,8 +81,8 @@ def test_a_byte_order_mark_is_not_part_of_the_data(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ('{"prompt": "a"', r"data.jsonl:2: not valid JSON \(.*\). Each line must be one JSON object."),
-        ('["a"]', "data.jsonl:2: a record is a list. It must be a JSON object"),
-        ("3", "data.jsonl:2: a record is a int"),
+        ('["a"]', "data.jsonl:2: a record is of type list. It must be a JSON object"),
+        ("3", "data.jsonl:2: a record is of type int"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
@@ -92,7 +92,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
 
 
 def test_a_bad_row_of_an_array_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="data.json: row 2: a record is a str"):
+    with pytest.raises(ValueError, match="data.json: row 2: a record is of type str"):
         load_records(write(tmp_path / "data.json", '[{"prompt": "a"}, "b"]'))
     with pytest.raises(ValueError, match="data.json: not valid JSON"):
         load_records(write(tmp_path / "data.json", '[{"prompt": "a"}'))

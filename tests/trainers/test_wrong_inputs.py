@@ -96,9 +96,9 @@ def test_no_option_takes_a_value_that_no_run_can_use(kind: type[Any]) -> None:
 
 DEEP = "[" * 100_000 + "]" * 100_000
 PROMPT_LINES: dict[str, tuple[str | bytes, str]] = {
-    "no object": ("5", "a record is a int"),
-    "null": ("null", "a record is a NoneType"),
-    "a list": ("[]", "a record is a list"),
+    "no object": ("5", "a record is of type int"),
+    "null": ("null", "a record is of type NoneType"),
+    "a list": ("[]", "a record is of type list"),
     "cut": ('{"prompt": "1', "not valid JSON"),
     "no UTF-8": (b'{"prompt": "\xff"}', "not UTF-8 text"),
     "UTF-16": ('{"prompt": "1"}'.encode("utf-16"), "not UTF-8 text"),
@@ -116,8 +116,8 @@ PROMPT_LINES: dict[str, tuple[str | bytes, str]] = {
     "a null for a prompt": ('{"prompt": null, "answer": "1"}', "only ['answer', 'prompt (null)']. Name the field"),
     "an empty prompt": ('{"prompt": ""}', "'prompt' is empty"),
     "blanks": ('{"prompt": " \\n"}', "'prompt' is empty"),
-    "a number": ('{"prompt": 5}', "'prompt' is a int"),
-    "a mapping": ('{"prompt": {"a": 1}}', "'prompt' is a dict"),
+    "a number": ('{"prompt": 5}', "'prompt' is of type int"),
+    "a mapping": ('{"prompt": {"a": 1}}', "'prompt' is of type dict"),
     "an empty list": ('{"prompt": []}', "is an empty list"),
     "messages without a template": ('{"messages": [{"role": "user", "content": "1"}]}', "the tokenizer has none"),
     "a message that is none": ('{"messages": [5]}', "A message must be"),
@@ -134,7 +134,7 @@ EXAMPLE_LINES: dict[str, tuple[str, str]] = {
     "no prompt": ('{"response": "2"}', "has no 'prompt'"),
     "a null for a prompt": ('{"prompt": null, "response": "2"}', "only ['prompt (null)', 'response']"),
     "an empty response": ('{"prompt": "1", "response": " "}', "'response' is empty"),
-    "a number": ('{"prompt": "1", "response": 2}', "'response' is a int"),
+    "a number": ('{"prompt": "1", "response": 2}', "'response' is of type int"),
     "an empty list": ('{"prompt": "1", "response": []}', "must be a list of messages"),
     "letters that the tokenizer lacks": ('{"prompt": "1", "response": "two"}', "the tokenizer cannot read the text"),
     "an escaped NUL": (r'{"prompt": "1", "response": "\u0000"}', "the tokenizer cannot read the text"),
@@ -196,7 +196,7 @@ def test_a_wrong_line_of_pairs_names_its_place(kind: str, tmp_path: Path) -> Non
     ("name", "content", "text"),
     [
         ("data.json", DEEP, "nested too deeply"),
-        ("data.json", "[1, 2]", "row 1: a record is a int"),
+        ("data.json", "[1, 2]", "row 1: a record is of type int"),
         ("data.json", '[{"prompt": "1"', "It must be an array of objects"),
         ("data.json", '[{"prompt": "\\ud800"}]', "half of a pair of surrogates"),
         ("data.parquet", "PAR1 and no more", "not a valid Parquet file"),
