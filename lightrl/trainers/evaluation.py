@@ -121,7 +121,7 @@ class Evaluator(Trainer):
         config = self.config
         return {
             "model": config.model,
-            "eval_data": config.eval_data or config.train_data,
+            "eval_data": config.eval_data or held_out_of(config.train_data),
             "num_prompts": len(self.prompts.evaluation),
             "samples_per_prompt": config.eval.n,
             "temperature": config.eval.temperature,

@@ -124,6 +124,20 @@ def test_prompts_of_trainings_are_not_taken_for_held_out_ones(
     assert "none sees" not in told("builtin:addition-heldout")
 
 
+def test_held_out_prompts_of_a_training_are_named_as_such(
+    toy: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    evaluator = Evaluator(
+        EvaluateConfig(model=str(toy / "model"), eval=EvalConfig(max_prompts=1), output_dir=str(tmp_path / "run"))
+    )
+    evaluator.fit()
+    evaluator.close()
+    assert evaluator.config.train_data == "builtin:addition"  # what --config reads from the file of a training
+    written = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert written["eval_data"] == "builtin:addition-heldout"
+    assert "none sees" not in capfd.readouterr().err
+
+
 def test_the_result_says_how_the_responses_were_sampled(data: Path, toy: Path, tmp_path: Path) -> None:
     settings = EvalConfig(max_prompts=1, temperature=0.5, top_p=0.75, top_k=5)
     config = EvaluateConfig(
