@@ -297,7 +297,7 @@ def fit(trainer: Trainer) -> dict[str, float]:
         console.say(f"run folder: {folder.root}\n{trainer.batches}")
         metrics: dict[str, float] = {}
         if trainer.step_index:
-            console.say(f"continuing after step {trainer.step_index} from {trainer.run.checkpoint or 'memory'}")
+            console.say(continuation(trainer))
         elif config.eval.every:
             metrics = _evaluate(trainer, console)
             _log(trainer, log, metrics)
@@ -317,6 +317,13 @@ def fit(trainer: Trainer) -> dict[str, float]:
         console.final_table(folder.metrics())
         console.say(f"model: {folder.final}")
     return metrics
+
+
+def continuation(trainer: Trainer) -> str:
+    """Says where a run continues, and whether it has a step left."""
+    told = f"continuing after step {trainer.step_index} from {trainer.run.checkpoint or 'memory'}"
+    max_steps = trainer.config.max_steps
+    return told if trainer.step_index < max_steps else f"{told}: --max_steps {max_steps} leaves no step to do"
 
 
 def _one_step(trainer: Trainer, log: Log) -> dict[str, float]:

@@ -7,7 +7,7 @@ import pytest
 from lightrl.comm import Comm
 from lightrl.config import ExampleEvalConfig, GRPOConfig, LogConfig, OptimConfig, RolloutLogConfig, SFTConfig
 from lightrl.config.export_sections import ExportConfig, HubConfig
-from lightrl.trainers.fit import RunConsole, RunLog, Shown, Trainer, observers
+from lightrl.trainers.fit import RunConsole, RunLog, Shown, Trainer, continuation, observers
 from lightrl.trainers.run_folder import RunFolder
 
 METRICS = {"reward/mean": 0.5, "tokens/per_second": 1234.0, "entropy": 0.25}
@@ -99,3 +99,14 @@ def test_a_finished_step_is_counted_and_moves_the_schedules_whose_unit_it_is(uni
     )
     Trainer.finish_step(trainer)
     assert (trainer.step_index, len(moves)) == (5, moved)
+
+
+def test_a_run_that_has_reached_its_last_step_says_that_none_is_left() -> None:
+    def told(max_steps: int) -> str:
+        run = SimpleNamespace(checkpoint="run/checkpoints/step-000004")
+        trainer: Any = SimpleNamespace(step_index=4, config=SimpleNamespace(max_steps=max_steps), run=run)
+        return continuation(trainer)
+
+    assert told(5) == "continuing after step 4 from run/checkpoints/step-000004"
+    assert told(4) == f"{told(5)}: --max_steps 4 leaves no step to do"
+    assert told(2) == f"{told(5)}: --max_steps 2 leaves no step to do"
