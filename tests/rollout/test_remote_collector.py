@@ -1,30 +1,14 @@
 import json
 
 import pytest
+from remote_groups import PROMPTS, group
 
 from lightrl.comm import Comm
 from lightrl.data.sampler import PromptSampler
 from lightrl.metrics import Statistics
-from lightrl.records import Prompt, Sample, ScoredGroup
 from lightrl.rollout.remote_collector import RemoteCollector
 from lightrl.rollout.sample_messages import to_bytes
 from lightrl.rollout.saved_groups import group_state
-
-PROMPTS = [Prompt(index=index, text=str(index), token_ids=(index,)) for index in range(4)]
-
-
-def group(prompt, position, reward):
-    sample = Sample(
-        prompt=PROMPTS[prompt],
-        position=position,
-        sample_index=0,
-        response_ids=(7,),
-        sampler_logprobs=(-0.1,),
-        versions=(2,),
-        finish_reason="stop",
-        text="x",
-    )
-    return ScoredGroup(samples=(sample,), rewards=(reward,), step=2)
 
 
 class ScriptedLink:

@@ -6,17 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from remote_groups import PROMPTS, group
 
 from lightrl.comm import Comm
 from lightrl.data.sampler import PromptSampler
 from lightrl.metrics import Statistics
-from lightrl.records import Prompt, Sample, ScoredGroup
+from lightrl.records import Prompt
 from lightrl.rollout.remote_collector import RemoteCollector
 from lightrl.rollout.remote_greedy import GreedyRemoteCollector
 from lightrl.rollout.sample_messages import to_bytes
 from lightrl.rollout.saved_groups import group_state
-
-PROMPTS = [Prompt(index=index, text=str(index), token_ids=(index,)) for index in range(4)]
 
 
 class ScriptedLink:
@@ -41,20 +40,6 @@ class ScriptedLink:
             values = {f"{prefix}reward/mean": ("mean", sum(one.rewards[0] for one in groups), len(groups))}
             answers.append(to_bytes({"groups": [group_state(one) for one in groups], "statistics": values}))
         return answers
-
-
-def group(prompt: int, position: int, reward: float) -> ScoredGroup:
-    sample = Sample(
-        prompt=PROMPTS[prompt],
-        position=position,
-        sample_index=0,
-        response_ids=(7,),
-        sampler_logprobs=(-0.1,),
-        versions=(2,),
-        finish_reason="stop",
-        text="x",
-    )
-    return ScoredGroup(samples=(sample,), rewards=(reward,), step=2)
 
 
 def collector(kind: type[RemoteCollector]) -> tuple[RemoteCollector, ScriptedLink, Sequence[tuple[int, Prompt]]]:
