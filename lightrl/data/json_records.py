@@ -12,15 +12,25 @@ LocatedRecord = tuple[Record, str]  # the record, and its file and line for erro
 def parse_json(content: bytes, where: str, wanted: str) -> Any:
     """Returns the parsed value; raises a ValueError that says first where the mistake is and last what is wanted."""
     try:
-        value = json.loads(content.decode("utf-8-sig"))
+        text = content.decode("utf-8-sig").rstrip("\r\n")  # the end of a cut line would be the start of the next one
+        value = json.loads(text)
     except UnicodeDecodeError as error:
         raise ValueError(f"{where}: not UTF-8 text ({error}). Save the file as UTF-8.") from error
     except (ValueError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise ValueError(f"{where}: not valid JSON ({reason}). {wanted}") from error
+        raise ValueError(f"{where}: not valid JSON ({_reason(error, text)}). {wanted}") from error
     if b"\\ud" in content.lower():  # an escape of half a character, which no file and no tokenizer accepts
         _refuse_halves(value, where)
     return value
+
+
+def _reason(error: ValueError | RecursionError, text: str) -> str:
+    """Returns what is wrong; with a line only in a text of several, as the line of a record is told beside it."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if not isinstance(error, json.JSONDecodeError):
+        return str(error)  # of a number with too many digits
+    line = f"line {error.lineno} " if "\n" in text else ""
+    return f"{error.msg}: {line}column {error.colno}"
 
 
 def _refuse_halves(value: Any, where: str) -> None:
