@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from lightrl.builtin.model import builtin_model_path
 from lightrl.checkpoint import CheckpointDirectory
@@ -140,6 +143,8 @@ def _write(config: RunConfig, run: Path, step: int, target: Path) -> None:
             f"{run} has checkpoints that hold the policy with the critic on its backbone (--critic.shared_backbone), "
             "which cannot be exported. Use final/, which the run writes at its end."
         )
+    if not torch.cuda.is_available():  # DeepSpeed, which transformers imports if it is there, warns of that on stdout
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     own = SFTConfig(strategy="single", distributed=DistributedConfig(device="cpu"))
     strategy = create_strategy(own)
     strategy.setup_distributed()
