@@ -1,7 +1,6 @@
 """Agents for the tests of the endpoint: OpenAI's own clients, which know nothing of lightrl."""
 
 import asyncio
-import functools
 import sys
 import time
 
@@ -9,22 +8,22 @@ import numpy as np
 import openai
 
 
-@functools.cache
-def client_of(loop):
-    """One client for all episodes of an event loop: it takes longer to build than a turn."""
-    return openai.AsyncOpenAI(api_key="none")
+def client_of(base_url, api_key):
+    """A client to close after use; without certificates, which would take longer to read than a turn."""
+    http_client = openai.DefaultAsyncHttpxClient(verify=False)
+    return openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http_client)
 
 
 async def two_turns(data, base_url, api_key, model, wanted="9"):
     """The share of two turns that say what is wanted; the second is asked with the first in the messages."""
-    client = client_of(asyncio.get_running_loop()).with_options(base_url=base_url, api_key=api_key)
     messages = [{"role": "user", "content": "="}]
     score = 0.0
-    for _ in range(2):
-        answer = await client.chat.completions.create(model=model, messages=messages, max_tokens=1)
-        text = answer.choices[0].message.content
-        score += text == str(wanted)
-        messages += [answer.choices[0].message, {"role": "user", "content": "="}]
+    async with client_of(base_url, api_key) as client:
+        for _ in range(2):
+            answer = await client.chat.completions.create(model=model, messages=messages, max_tokens=1)
+            text = answer.choices[0].message.content
+            score += text == str(wanted)
+            messages += [answer.choices[0].message, {"role": "user", "content": "="}]
     return {"reward": score / 2, "asked": 2}
 
 
@@ -58,12 +57,12 @@ class Talker:
         self.times = times
 
     async def __call__(self, data, base_url, api_key, model):
-        client = client_of(asyncio.get_running_loop()).with_options(base_url=base_url, api_key=api_key)
         asked = [{"role": "user", "content": "ab"}]
-        answer = await client.chat.completions.create(model=model, messages=asked, n=self.times)
-        for choice in answer.choices:
-            more = [*asked, choice.message, {"role": "user", "content": "c"}]
-            await client.chat.completions.create(model=model, messages=more)
+        async with client_of(base_url, api_key) as client:
+            answer = await client.chat.completions.create(model=model, messages=asked, n=self.times)
+            for choice in answer.choices:
+                more = [*asked, choice.message, {"role": "user", "content": "c"}]
+                await client.chat.completions.create(model=model, messages=more)
         return 1.0
 
 
