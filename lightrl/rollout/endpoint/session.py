@@ -215,10 +215,10 @@ class Session:
         await self._until_awake()
         self._require_open()  # the episode may have ended meanwhile
         numbers = [self._number(prompt_ids, wish.adapter) for _ in range(wish.num_choices)]
-        tasks = [asyncio.ensure_future(self._turn(prompt_ids, wish, number)) for number in numbers]
-        self._running.update(tasks)
+        task = asyncio.ensure_future(self._drawn(prompt_ids, wish, numbers))
+        self._running.add(task)
         try:
-            return list(await asyncio.gather(*tasks))
+            return await task
         except asyncio.CancelledError:
             if self.is_open:
                 raise  # the client has disconnected
@@ -226,9 +226,8 @@ class Session:
         except ValueError as error:  # the engine's checks
             raise RequestError(str(error)) from error
         finally:
-            for task in tasks:
-                task.cancel()
-            self._running.difference_update(tasks)
+            task.cancel()
+            self._running.discard(task)
 
     def _room(self, prompt_ids: tuple[int, ...]) -> int:
         try:
@@ -251,17 +250,11 @@ class Session:
                 raise asleep(self._wait_s)
             await asyncio.sleep(_POLL_S)
 
-    async def _turn(self, prompt_ids: tuple[int, ...], wish: Wish, number: int) -> Turn:
-        generation = self.engine.generate(
-            prompt_ids,
-            max_new_tokens=wish.max_new_tokens,
-            temperature=wish.temperature,
-            stop_token_ids=wish.stop_token_ids,
-            stop=wish.stop,
-            call=number,
-            adapter=wish.adapter,
+    async def _drawn(self, prompt_ids: tuple[int, ...], wish: Wish, numbers: Sequence[int]) -> list[Turn]:
+        """Draws a turn for each number. The driver gets them all at once: it would step with only the first of them."""
+        asked = self._context.run(
+            asyncio.run_coroutine_threadsafe, self._together(prompt_ids, wish, numbers), self._driver_loop
         )
-        asked = self._context.run(asyncio.run_coroutine_threadsafe, generation, self._driver_loop)
         answer = asyncio.wrap_future(asked)
         try:
             await asyncio.wait([answer])
@@ -270,6 +263,27 @@ class Session:
         if answer.cancelled():  # by the driver, whose episodes are all over; this task itself was not cancelled
             raise asleep(self._wait_s)
         return answer.result()
+
+    async def _together(self, prompt_ids: tuple[int, ...], wish: Wish, numbers: Sequence[int]) -> list[Turn]:
+        """Generates the turns; runs in the driver's loop."""
+        generations = [
+            self.engine.generate(
+                prompt_ids,
+                max_new_tokens=wish.max_new_tokens,
+                temperature=wish.temperature,
+                stop_token_ids=wish.stop_token_ids,
+                stop=wish.stop,
+                call=number,
+                adapter=wish.adapter,
+            )
+            for number in numbers
+        ]
+        tasks = [asyncio.ensure_future(generation) for generation in generations]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # if one has failed, the others go on
+                task.cancel()
 
     def _next_ids(self, prompt_ids: tuple[int, ...], adapter: str) -> str:
         """Returns a text of its own for each answer. A template may render ids made of it, so no time decides them."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -52,6 +54,46 @@ def test_the_first_call_with_the_runs_messages_has_the_runs_tokens_and_draws() -
         assert driver.log[0] == driver.log[1]
 
     asyncio.run(run())
+
+
+class PromptLoop(asyncio.SelectorEventLoop):
+    """Has done what another thread hands to it, and more, before that thread goes on."""
+
+    def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any, context: Any = None) -> asyncio.Handle:
+        handle = super().call_soon_threadsafe(callback, *args, context=context)
+        done = threading.Event()
+        super().call_soon_threadsafe(self.call_later, 0.02, done.set)
+        if threading.current_thread() is threading.main_thread():
+            done.wait(10)
+        return handle
+
+
+class CountingDriver(ScriptedDriver):
+    """Notes how many turns it has been asked for when it could make its next step."""
+
+    async def generate(self, prompt: Any, params: Any) -> Any:
+        self.others.append(params)
+        await asyncio.sleep(0)
+        self.log.append(len(self.others))
+        return await super().generate(prompt, params)
+
+
+def test_the_engine_sees_all_choices_of_a_request_before_its_next_step() -> None:
+    loop = PromptLoop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    driver = CountingDriver(TOKENIZER)
+
+    async def run() -> None:
+        made = Session(client_of(driver, TOKENIZER), loop, task_of(TOKENIZER), wait_s=0)
+        chat, _ = session_callers(made, TOKENIZER)
+        await chat({"messages": [{"role": "user", "content": "ab c?"}], "n": 3})
+
+    asyncio.run(run())
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(10)
+    loop.close()
+    assert [item for item in driver.log if isinstance(item, int)] == [3, 3, 3]
 
 
 def test_a_request_without_tools_is_told_of_none_even_if_the_record_has_them() -> None:
