@@ -301,7 +301,9 @@ def _require_messages(value: Any, where: str, field: str, takes_parts: bool) -> 
     if messages[-1]["role"] == "assistant":
         raise ValueError(
             f"{where}: the last message is the assistant's, so there is nothing left to answer. Leave it out, and give "
-            "its text as the answer."
+            "its text as the answer. To have the policy continue it, give the prompt as the text that "
+            "tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True) returns, with "
+            "--data.chat_template never."
         )
     return messages
 

@@ -164,6 +164,16 @@ def test_a_record_that_cannot_be_used_is_named(record: dict[str, Any], message: 
         build_prompts(at({"prompt": "add"}, record), word_tokenizer(TEMPLATE), max_prompt_tokens=9)
 
 
+def test_an_answer_that_has_been_begun_is_continued_as_its_refusal_says() -> None:
+    messages, tokenizer = [MESSAGE, {"role": "assistant", "content": "two"}], word_tokenizer(TEMPLATE)
+    settings: dict[str, Any] = {"max_prompt_tokens": 9, "chat_template": "never"}
+    with pytest.raises(ValueError, match=r"continue_final_message=True\) returns, with --data.chat_template never\."):
+        build_prompts(at({"messages": messages}), tokenizer, **settings)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    (prompt,) = build_prompts(at({"prompt": text}), tokenizer, **settings)
+    assert prompt.token_ids == (1, 3, 5, 4, 6)  # one <s>, and no second <assistant>
+
+
 def test_messages_without_a_chat_template_are_refused() -> None:
     with pytest.raises(ValueError, match="data.jsonl:1: 'messages' is to be rendered .* the tokenizer has none"):
         build_prompts(at({"messages": [MESSAGE]}), word_tokenizer(), max_prompt_tokens=9)

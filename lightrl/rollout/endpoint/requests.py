@@ -33,7 +33,7 @@ _DISTRIBUTION: dict[str, tuple[Any, ...]] = {
 _KNOWN = {  # other fields of a chat request that the endpoint reads, or that do not concern the answer
     *("model", "messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "n", "temperature"),
     *("max_tokens", "max_completion_tokens", "stop", "stop_token_ids", "stream", "stream_options"),
-    *("logprobs", "top_logprobs", "return_token_ids"),
+    *("logprobs", "top_logprobs", "return_token_ids", "continue_final_message"),
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id"),
 }
 _OF_THE_ANSWER = {  # sampling parameters of a token request that say how the tokens are returned
@@ -89,6 +89,13 @@ def chat_wish(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[dict[
         raise _wrong("response_format", kind, "text, because no format can be forced")
     if _whole(body, "top_logprobs", 0, low=0):
         raise _wrong("top_logprobs", body["top_logprobs"], "0, because only the chosen tokens have logprobs")
+    if flag(body, "continue_final_message"):
+        raise _wrong(
+            "continue_final_message",
+            True,
+            "false, because an answer is a message of its own: to have a text continued, send its tokens as token_ids "
+            "to /inference/v1/generate",
+        )
     for name in ("stream", "logprobs", "return_token_ids"):
         flag(body, name)
     wants_usage(body)

@@ -32,6 +32,8 @@ def test_settings_that_change_the_distribution_are_named() -> None:
 
 def test_fields_that_ask_for_another_answer_in_vain_are_named() -> None:
     heeded = {"model": "policy", "messages": MESSAGES, "top_p": 1, "user": "me", "n": 1, "parallel_tool_calls": True}
+    assert chat_wish({**heeded, "continue_final_message": False})
+    assert unknown_fields({**heeded, "continue_final_message": False}) == []
     assert unknown_fields({**heeded, "seed": None}) == []
     body = {**heeded, "seed": 1, "chat_template_kwargs": {"enable_thinking": False}}
     assert unknown_fields(body) == ["chat_template_kwargs", "seed"]

@@ -212,6 +212,7 @@ REFUSED: list[tuple[str, Any, int, str]] = [
     (CHAT, {"messages": MESSAGES, "tool_choice": "required"}, 400, "no answer can be forced"),
     (CHAT, {"messages": MESSAGES, "response_format": {"type": "json_object"}}, 400, "no format can be forced"),
     (CHAT, {"messages": MESSAGES, "top_logprobs": 2, "logprobs": True}, 400, "'top_logprobs' must be 0"),
+    (CHAT, {"messages": MESSAGES, "continue_final_message": True}, 400, "as token_ids to /inference/v1/generate"),
     (CHAT, {"messages": [{"role": "user", "content": "x" * 60_000}]}, 413, "larger than 50000 bytes"),
     ("/v1/chat", {}, 404, "There is no such route"),
     ("/health", {}, 405, "There is no such route"),
