@@ -84,7 +84,7 @@ class Shown:
 
     step: tuple[str, ...] = ("reward/mean", "episode/failed_share", "tokens/per_second", "entropy")
     evaluation: tuple[str, ...] = ("eval/accuracy", "eval/reward")
-    table: tuple[str, ...] = ("eval/accuracy", "reward/mean", "entropy")  # the first is drawn as a bar, out of 1
+    table: tuple[str, ...] = ("eval/accuracy", "reward/mean", "entropy")  # a share in front is drawn as a bar
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -439,7 +439,7 @@ class RunConsole:
         for row in rows:
             seconds += row.get("time/step") or 0.0
             if row.get(first) is not None:
-                bar = "#" * round(20 * min(max(row[first], 0.0), 1.0))
+                bar = "" if first == "eval/reward" else "#" * round(20 * min(max(row[first], 0.0), 1.0))
                 cells = [f"{row[name]:.3f}" if row.get(name) is not None else "" for name in (first, *others)]
                 table.add_row(str(row["step"]), cells[0], bar, *cells[1:], f"{seconds:.0f}")
         if table.row_count:

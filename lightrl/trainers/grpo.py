@@ -15,7 +15,7 @@ from lightrl.models.policy import load_teacher
 from lightrl.records import Experience, PackedBatch, Sample, ScoredGroup, TokenScores
 from lightrl.rewards import OwnRewards
 from lightrl.rewards.components import ComponentKeeper
-from lightrl.rewards.reward_set import RewardSet
+from lightrl.rewards.reward_set import RewardSet, is_collective
 from lightrl.rollout.branches import with_branches
 from lightrl.rollout.collector import Prompts, grouped, is_truncated, ungrouped
 from lightrl.rollout.dynamic_sampling import DynamicSampling
@@ -63,7 +63,7 @@ class GRPOTrainer(Trainer):
         )
         self.selector = TokenSelector(config.algorithm) if self.objective.needs_selection else None
         self.rewards = RewardSet.from_config(config, reward)
-        if len(self.rewards.rewards) > 1:
+        if len(self.rewards.rewards) > 1 or any(is_collective(item.reward) for item in self.rewards.rewards):
             self.shown = shown_of(self.rewards)
         super().__init__(run, strategy=strategy)
 

@@ -347,11 +347,11 @@ def start_engine(run: RunContext, policy: nn.Module, rewards: RewardSet) -> Coll
 def shown_of(rewards: RewardSet) -> Shown:
     """Returns the metrics that a run prints, including the mean of each reward if there are several."""
     names = [f"reward/{item.label}" for item in rewards.rewards] if len(rewards.rewards) > 1 else []
-    evaluated = tuple(f"eval/{name}" for name in names)
-    return Shown(
-        step=("reward/mean", *names, "episode/failed_share", "tokens/per_second", "entropy"),
-        evaluation=("eval/accuracy", "eval/reward", *evaluated),
-    )
+    step = ("reward/mean", *names, "episode/failed_share", "tokens/per_second", "entropy")
+    evaluated = ("eval/accuracy", "eval/reward", *(f"eval/{name}" for name in names))
+    if rewards.collective:  # a reward model, on whose scale 1 does not mean that a response is right
+        return Shown(step=step, evaluation=evaluated[1:], table=("eval/reward", "reward/mean", "entropy"))
+    return Shown(step=step, evaluation=evaluated)
 
 
 def evaluate(collector: Collector, prompts: PromptData, config: EvalConfig) -> dict[str, float]:

@@ -21,7 +21,7 @@ from lightrl.models.policy import Policy, check_model_folder, load_tokenizer
 from lightrl.models.routing_replay import attach_replay
 from lightrl.records import Experience, PackedBatch, Sample, ScoredGroup, ScoresAndValues, StateValues, TokenScores
 from lightrl.rewards import OwnRewards
-from lightrl.rewards.reward_set import RewardSet
+from lightrl.rewards.reward_set import RewardSet, is_collective
 from lightrl.rewards.scoring import has_reward
 from lightrl.rollout.branches import with_branches
 from lightrl.rollout.collector import Prompts, grouped, ungrouped
@@ -66,7 +66,7 @@ class PPOTrainer(Trainer):
         self.value_objective = ValueObjective(config.critic, self.objective.token_weights)
         self.token_advantages = TokenAdvantages(config.algorithm)
         self.rewards = RewardSet.from_config(config, reward)
-        if len(self.rewards.rewards) > 1:
+        if len(self.rewards.rewards) > 1 or any(is_collective(item.reward) for item in self.rewards.rewards):
             self.shown = shown_of(self.rewards)
         super().__init__(run, strategy=strategy)
 

@@ -2,20 +2,21 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightrl.comm import Comm
-from lightrl.config import AlgorithmConfig, CheckpointConfig, GRPOConfig
+from lightrl.config import AlgorithmConfig, CheckpointConfig, GRPOConfig, PPOConfig
 from lightrl.metrics import Statistics
 from lightrl.records import FinishReason, Prompt, Sample, Status
 from lightrl.rewards import NO_REWARD
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rollout.collector import is_truncated
 from lightrl.strategy.results import TrainBatchResult
-from lightrl.trainers.fit import Shown
+from lightrl.trainers.fit import RunConsole, Shown
 from lightrl.trainers.grpo import GRPOTrainer
 from lightrl.trainers.objective import PolicyLoss
 from lightrl.trainers.policy_step import (
@@ -25,6 +26,7 @@ from lightrl.trainers.policy_step import (
     shown_of,
     step_metrics,
 )
+from lightrl.trainers.ppo import PPOTrainer
 
 
 def test_the_batch_arithmetic_is_written_out() -> None:
@@ -41,6 +43,37 @@ def test_the_means_of_several_rewards_are_shown() -> None:
     names = ("reward/mean", "reward/exact_match", "reward/contains", "episode/failed_share")
     assert both.step == (*names, "tokens/per_second", "entropy")
     assert both.evaluation[2:] == ("eval/reward/exact_match", "eval/reward/contains")
+
+
+class Scores:
+    """Scores all samples together, as a reward model does."""
+
+    is_collective = True
+
+    def prepare(self, strategy: Any) -> None:
+        """Loads nothing."""
+
+    def __call__(self, samples: Sequence[Sample]) -> list[float]:
+        return [0.75 for _ in samples]
+
+
+@pytest.mark.parametrize(("kind", "config"), [(GRPOTrainer, GRPOConfig), (PPOTrainer, PPOConfig)])
+def test_no_accuracy_is_shown_of_scores_without_a_scale(
+    kind: Any, config: Any, toy_options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = CheckpointConfig(every=0)
+    trainer = kind(config(**toy_options, output_dir=str(tmp_path / "run"), checkpoint=checkpoint), reward=Scores())
+    shown = trainer.shown
+    trainer.close()
+    assert (shown.evaluation, shown.table) == (("eval/reward",), ("eval/reward", "reward/mean", "entropy"))
+    console = RunConsole(shown, enabled=True, first_step=0, max_steps=1)
+    metrics = {"eval/accuracy": 0.0, "eval/reward": 0.75}
+    console.evaluated(1, metrics)
+    console.final_table([{"step": 1, **metrics}])
+    said = capsys.readouterr().out
+    assert "0.750" in said
+    assert "accuracy" not in said
+    assert "#" not in said  # a bar would be out of 1
 
 
 def test_a_micro_batch_must_hold_the_longest_prompt_with_its_response(
