@@ -90,9 +90,21 @@ def parse_yaml(text: str, label: str, *, as_written: bool = False) -> Any:
     try:
         return yaml.load(text, _AsWritten if as_written else _Loader)  # which are safe ones
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # such as 5,000 digits
-        raise ValueError(f"{label} is not valid YAML: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{label} is not valid YAML: {_reason(error, text)}") from error
     except RecursionError as error:
         raise ValueError(f"{label} is not valid YAML: its brackets are nested too deeply.") from error
+
+
+def _reason(error: Exception, text: str) -> str:
+    """Returns what is wrong and at which one place; a text of a single line needs no number of it."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return " ".join(str(error).split())
+    num_lines, mark = text.rstrip().count("\n") + 1, error.problem_mark
+    if mark.line >= num_lines and error.context_mark is not None:  # what has no end is named by its beginning
+        mark = error.context_mark
+    line = f"line {mark.line + 1} " if num_lines > 1 else ""
+    said = ", ".join(filter(None, (error.context, error.problem)))
+    return f"{' '.join(said.split())}: {line}column {mark.column + 1}"
 
 
 def read_yaml(path: Path, label: str, *, as_written: bool = False) -> Any:

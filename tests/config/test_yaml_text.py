@@ -15,7 +15,7 @@ WRONG_FILES: dict[str, tuple[str | bytes, str]] = {
     "100,000 nested lists": ("a: " + "[" * 100_000, "its brackets are nested too deeply."),
     "100,000 nested mappings": ("{a: " * 100_000, "its brackets are nested too deeply."),
     "5,000 digits": ("max_steps: " + "1" * 5000, "is not valid YAML: Exceeds the limit"),
-    "a tab": ("\tlr: 1", "is not valid YAML: while scanning for the next token found character"),
+    "a tab": ("\tlr: 1", "is not valid YAML: while scanning for the next token, found character"),
     "a mapping that holds itself": ("optim: &a {optim: *a, b: *a}", "is nested too deeply"),
     "a mapping that doubles forty times": (BOMB, "is nested too deeply"),
     "no UTF-8": (b"lr: \xff\xfe", "it is not UTF-8 text"),
@@ -55,6 +55,24 @@ def test_a_wrong_file_of_options_gives_one_sentence(kind: str, tmp_path: Path) -
         _yaml_flags(GRPOConfig, str(path))
     assert text in str(error.value)
     assert "\n" not in str(error.value)
+
+
+OPEN = "while parsing a flow sequence, expected ',' or ']',"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("lr: 1\nstop: [1\nseed: 3\n", f"{OPEN} but got ':': line 3 column 5"),
+        ("lr: 1\nstop: [1, 2\n", f"{OPEN} but got '<stream end>': line 2 column 7"),
+        ("[1", f"{OPEN} but got '<stream end>': column 3"),
+        ("lr: 1\n  x: 3\n", "mapping values are not allowed here: line 2 column 4"),
+    ],
+)
+def test_a_mistake_has_one_place(text: str, said: str) -> None:
+    with pytest.raises(ValueError) as error:  # noqa: PT011  (compared as a whole)
+        parse_yaml(text, "it")
+    assert str(error.value) == f"it is not valid YAML: {said}"
 
 
 def test_an_option_that_is_a_text_gets_what_the_file_says(tmp_path: Path) -> None:
