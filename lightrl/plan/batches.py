@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightrl.config import DPOConfig, GRPOConfig, OfflineConfig, PPOConfig, RMConfig, RolloutConfig, RunConfig
+from lightrl.config import DPOConfig, OfflineConfig, PPOConfig, RMConfig, RolloutConfig, RunConfig
 from lightrl.plan.activations import PackShape
 from lightrl.plan.models import Model
 from lightrl.plan.rectangles import is_tied
@@ -66,53 +66,65 @@ def batches_of(config: RunConfig, *, ranks: int, prompt_tokens: int, response_to
 
 
 def flops_of_step(
-    config: RunConfig, hf_config: Any, policy: Model, batches: Batches, passes: Passes, others: Iterable[Model] = ()
+    config: RunConfig,
+    policy: Model,
+    batches: Batches,
+    passes: Passes,
+    others: Iterable[Model] = (),
+    critic: Model | None = None,
 ) -> float:
     """Returns the floating-point operations of a step over all ranks, without those of the weight sync.
 
-    others: models of their own size, which read every sequence once.
+    Args:
+        config: The options of the run.
+        policy: The trained model.
+        batches: The sequences of a step.
+        passes: How many times the policy, or a model of its size, runs over them.
+        others: Models of their own size, which read every sequence once.
+        critic: A model that is trained as often as the policy and scores every sequence once; None: there is none.
     """
     trained = passes.trained * (4 if config.gradient_checkpointing else 3)
     sampled = int(isinstance(config, RolloutConfig))
-    by_trainer = batches.computed_share * (trained + passes.scored - sampled)
-    by_others = sum(
-        (1.0 if model.role in batches.whole_roles else batches.computed_share)
-        * _flops_of_pass(model.hf_config, model, batches)
-        for model in others
-    )
-    return _flops_of_pass(hf_config, policy, batches) * (by_trainer + sampled) + by_others
+    by_policy = sampled + batches.computed_share * (trained + passes.scored - sampled)
+    runs = [(policy, by_policy), *((model, _share_of(model, batches)) for model in others)]
+    if critic is not None:
+        runs.append((critic, (trained + 1) * _share_of(critic, batches)))
+    return sum(times * _flops_of_pass(model, batches) for model, times in runs)
 
 
-def _flops_of_pass(hf_config: Any, model: Model, batches: Batches) -> float:
+def _share_of(model: Model, batches: Batches) -> float:
+    """Returns the share of the tokens that a model runs."""
+    return 1.0 if model.role in batches.whole_roles else batches.computed_share
+
+
+def _flops_of_pass(model: Model, batches: Batches) -> float:
     """Returns the operations of a forward pass of all whole sequences of a step."""
-    text = hf_config.get_text_config()
+    text = model.hf_config.get_text_config()
     heads, width = text.num_attention_heads, _head_dim(text)
     tokens = batches.sequences * batches.length
-    linear = 2.0 * active_weights(hf_config, model) * tokens
+    linear = 2.0 * active_weights(model.hf_config, model) * tokens
     attention = 2.0 * text.num_hidden_layers * heads * width * batches.length * tokens
     return float(linear + attention)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
-    """How many times a step runs all of its tokens through a model of the policy's size."""
+    """How many times a step runs all of its tokens through the policy, or through a model of its size."""
 
     trained: int
     scored: int  # forward only, including the engine's
 
 
 def passes_of(config: RunConfig) -> Passes:
-    """Returns the passes of a step."""
+    """Returns the passes of a step, without those of a critic that is a model of its own."""
     if isinstance(config, OfflineConfig):
         return Passes(trained=1, scored=int(isinstance(config, DPOConfig)))
     trained, scored = config.optimizer_steps_per_step // config.num_minibatches, 1  # type: ignore[attr-defined]
     algorithm = config.algorithm  # type: ignore[attr-defined]
-    scored += config.optimizer_steps_per_step > 1 and algorithm.ratio_to == "recompute"
+    has_values = isinstance(config, PPOConfig) and config.critic.shared_backbone  # the same pass gives both
+    scored += has_values or (config.optimizer_steps_per_step > 1 and algorithm.ratio_to == "recompute")
     scored += algorithm.kl_coef > 0
-    if isinstance(config, GRPOConfig):
-        return Passes(trained=trained, scored=scored)
-    assert isinstance(config, PPOConfig)
-    return Passes(trained=trained * (1 if config.critic.shared_backbone else 2), scored=scored + 1)
+    return Passes(trained=trained, scored=scored)
 
 
 def active_weights(hf_config: Any, model: Model) -> float:

@@ -141,11 +141,10 @@ def plan_run(config: RunConfig, models: Models, machine: Machine) -> Plan:
         for stage in (range(config.megatron.pp_size) if is_staged else (None,))
     ]
     step = max(steps, key=lambda step: max(phase.total for phase in step.phases))
-    hf_config = models.policy.hf_config
     return Plan(
         phases=step.phases,
         batches=batches,
-        flops=flops_of_step(config, hf_config, models.policy, batches, passes_of(config), models.readers),
+        flops=flops_of_step(config, models.policy, batches, passes_of(config), models.readers, models.critic),
         host=step.host,
         num_weights=sum(weight.numel for weight in models.policy.weights),
         engine=engine,

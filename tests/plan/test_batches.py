@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.config import DPOConfig, GRPOConfig, PPOConfig, SFTConfig
+from lightrl.config import CriticConfig, DPOConfig, GRPOConfig, PPOConfig, SFTConfig
 from lightrl.plan.batches import batches_of, flops_of_step, kv_bytes_of_token, passes_of
 from lightrl.plan.models import policy_of
 
@@ -38,7 +38,10 @@ def test_pairs_stay_together() -> None:
     [
         (GRPOConfig(), 1, 1),
         (GRPOConfig(num_minibatches=2, num_epochs=3), 3, 2),
-        (PPOConfig(), 2, 2),
+        (PPOConfig(), 1, 1),  # and those of the critic
+        (PPOConfig(num_epochs=2), 2, 2),
+        (PPOConfig(critic=CriticConfig(shared_backbone=True)), 1, 2),
+        (PPOConfig(critic=CriticConfig(shared_backbone=True), num_epochs=2), 2, 2),  # one pass scores and values
         (SFTConfig(), 1, 0),
         (DPOConfig(), 1, 1),
     ],
@@ -55,14 +58,14 @@ def test_work_and_cache(small_config: Any) -> None:
     weights = sum(item.numel for item in model.weights) - 64 * 32  # a row of the embedding is only looked up
     # 20 tokens; forward 2 x weights, attention 2 x 3 layers x 4 heads x 8 wide x 10 long; the backward is twice that.
     wanted = 3 * 20 * (2 * weights + 2 * 3 * 4 * 8 * 10)
-    assert flops_of_step(config, small_config, model, batches, passes_of(config)) == wanted
+    assert flops_of_step(config, model, batches, passes_of(config)) == wanted
     tied = copy.deepcopy(small_config)
     tied.tie_word_embeddings = True  # one matrix less, but the same products
-    assert flops_of_step(config, tied, policy_of(tied, config), batches, passes_of(config)) == wanted
+    assert flops_of_step(config, policy_of(tied, config), batches, passes_of(config)) == wanted
     other = replace(policy_of(tied, config), role="reward model")  # reads all, only forwards
-    assert flops_of_step(config, small_config, model, batches, passes_of(config), [other]) == wanted * 4 / 3
+    assert flops_of_step(config, model, batches, passes_of(config), [other]) == wanted * 4 / 3
     for whole, share in ((frozenset[str](), 0.5), (frozenset({"reward model"}), 1.0)):
         shared = replace(batches, computed_share=0.5, whole_roles=whole)
-        found = flops_of_step(config, small_config, model, shared, passes_of(config), [other])
+        found = flops_of_step(config, model, shared, passes_of(config), [other])
         assert found == wanted / 2 + wanted / 3 * share
     assert kv_bytes_of_token(small_config, 2) == 2 * 3 * 2 * 8 * 2

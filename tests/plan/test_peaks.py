@@ -1,11 +1,13 @@
 """A step, phase by phase."""
 
+import copy
 from typing import Any
 
 import pytest
 from tiny_vlm import FAMILIES, tiny_config
 
 from lightrl.config import GRPOConfig, PPOConfig, SFTConfig
+from lightrl.plan.models import policy_of
 from lightrl.plan.peaks import Machine, Models, Plan, plan_run
 
 MACHINE = Machine(ranks=1, memory=0, prompt_tokens=8, response_tokens=0, is_accelerator=False)
@@ -34,6 +36,19 @@ def test_the_phases_of_ppo_and_sft(small_config: Any) -> None:
     names = [phase.name for phase in planned(PPOConfig(**SIZES), small_config).phases]
     assert names == ["generate", "score by critic", "train critic", "train policy", "weight sync"]
     assert [phase.name for phase in planned(SFTConfig(), small_config).phases] == ["train policy"]
+
+
+def test_a_critic_counts_by_its_own_size(small_config: Any) -> None:
+    config, deeper = PPOConfig(**SIZES), copy.deepcopy(small_config)
+    deeper.num_hidden_layers, deeper.layer_types = 9, ["full_attention"] * 9
+    alike = plan_run(config, Models(small_config, config), MACHINE)
+    larger = plan_run(config, Models(small_config, config, {"critic": deeper}), MACHINE)
+    block = sum(item.numel for item in policy_of(small_config, config).weights if ".layers.0." in item.name)
+    # Scored once and trained once, where the backward is worth two passes; a block also multiplies attention's scores.
+    length, more = alike.batches.length, deeper.num_hidden_layers - small_config.num_hidden_layers
+    of_token = more * (2 * block + 2 * small_config.num_attention_heads * small_config.head_dim * length)
+    tokens = alike.batches.sequences * alike.batches.computed_share * length
+    assert larger.flops - alike.flops == pytest.approx(4 * tokens * of_token)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -129,7 +129,7 @@ def test_the_trainer_works_for_the_tokens_that_it_computes(small_config: Any) ->
     whole = batches_of(config, ranks=1, prompt_tokens=128, response_tokens=0)
     shared = batches(config)
     # 3 passes of a training, of which half the tokens are left, and one of the engine: 2.5 in place of 4.
-    found = [flops_of_step(config, small_config, model, one, passes) for one in (shared, whole)]
+    found = [flops_of_step(config, model, one, passes) for one in (shared, whole)]
     assert found[0] == pytest.approx(2.5 / 4 * found[1])
 
 
