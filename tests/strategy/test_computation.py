@@ -1,8 +1,9 @@
-"""Compiled blocks: the same training, no new graphs for new lengths, and what is refused."""
+"""Compiled blocks (the same training, no new graphs for new lengths, what is refused), and rounding in bfloat16."""
 
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from lightrl.strategy.computation import (
     enable_gradient_checkpointing,
 )
 from lightrl.strategy.torch_native import SingleStrategy
+from lightrl.testing import run_spmd
 from lightrl.testing.tiny_training import make_batch, parameters, samples, sgd, tiny_policy, train, trainable
 from tests.programs.tiny_moe import CONFIGS, DEEPSEEK, NUM_EXPERTS, SHAPE
 
@@ -188,3 +190,20 @@ def test_a_module_that_calls_layers_with_weights_stays_under_autocast() -> None:
     module = nn.Sequential(_Mixed())
     compute_in_bfloat16(module, torch.device("cpu"))
     assert module(torch.ones(2, 3)).dtype == torch.bfloat16
+
+
+# ---- Several ranks in bfloat16 ---------------------------------------------------------------------------------------
+
+ROUNDING = Path(__file__).resolve().parents[1] / "programs" / "rounding_program.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_bfloat16_on_two_ranks_differs_by_the_packs_alone(tmp_path: Path, name: str) -> None:
+    """With the packs of one process, two ranks differ from it by the sums of gradients alone, which are in float32."""
+    for world in (1, 2):
+        run_spmd(ROUNDING, str(tmp_path), "--strategy", name, world_size=world)
+    one, two = (torch.load(tmp_path / f"{world}.pt") for world in (1, 2))
+    for size, update in one.items():
+        assert (two[size] - update).norm() < 1e-6 * update.norm()
+    assert (one[3] - one[6]).norm() > 3e-4 * one[3].norm()  # it was bfloat16: other packs are rounded otherwise
