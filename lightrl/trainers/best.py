@@ -6,11 +6,11 @@ import ctypes
 import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lightrl.checkpoint import flush, load_json, save_json
+from lightrl.checkpoint import CheckpointDirectory, flush, load_json, save_json
 from lightrl.config import LateMistakeError
 from lightrl.strategy.saving.state_files import HASH_FILE
 from lightrl.trainers.hash_run import compared
@@ -35,18 +35,22 @@ class Best(Observer):
                 self._continue()
 
     def _continue(self) -> None:
-        """Takes over best/ if its evaluation is one of this run; otherwise the next evaluation replaces it."""
-        _clear_leftovers(self._folder)
+        """Takes over the model of the best evaluation that this run has kept, or the next evaluation replaces best/."""
+        rows = {row["step"]: row for row in self._trainer.folder.metrics()}  # cut after the step to continue from
+
+        def is_known(record: Mapping[str, Any]) -> bool:
+            return bool(record["value"] == rows.get(record["step"], {}).get(record["metric"]))
+
+        restore(self._folder, is_known)
         record = record_of(self._folder)
         if record is None:
             return
-        rows = {row["step"]: row for row in self._trainer.folder.metrics()}  # cut after the step to continue from
         name, step, value = record["metric"], record["step"], record["value"]
-        is_known = value == rows.get(step, {}).get(name)
-        if is_known and (name, record["is_lowest"]) == (self._metric, self._options.best_is_lowest):
+        if is_known(record) and (name, record["is_lowest"]) == (self._metric, self._options.best_is_lowest):
             self._record, self._is_reported = record, True
         else:
-            reason = "another --eval.best chose it" if is_known else "this run has not got there, or took another way"
+            other = "this run has not got there, or took another way"
+            reason = "another --eval.best chose it" if is_known(record) else other
             self._trainer.strategy.print(
                 f"{self._folder} has the model of step {step} with {name} {value:.4g}: {reason}, so the next "
                 "evaluation replaces it."
@@ -88,15 +92,22 @@ class Best(Observer):
         with self._comm.phase(_PHASE, local=True):
             if self._comm.is_main:
                 save_json(made / RECORD_NAME, record)
-                replace_folder(self._folder, made)
+                replace_folder(self._folder, made, keeps_old=self._is_in_checkpoint())
         before = f", before {self._record['value']:.4g} at step {self._record['step']}" if self._record else ""
         self._record = record
         self._trainer.strategy.print(f"best model: {self._metric} {value:.4g} at step {step}{before}")
 
+    def _is_in_checkpoint(self) -> bool:
+        """Returns whether a run that continues from the newest checkpoint would know the best evaluation so far."""
+        steps = CheckpointDirectory(self._trainer.folder.checkpoints, keep=1).steps()
+        return self._record is not None and bool(steps) and self._record["step"] <= steps[-1]
+
     def after_export(self, folder: Path) -> None:
-        """Says at the end of the run which model is in best/."""
+        """Says at the end of the run which model is in best/; nothing goes back behind the last checkpoint now."""
         if folder != self._trainer.folder.final:
             return
+        if self._comm.is_main:
+            shutil.rmtree(_kept(self._folder), ignore_errors=True)
         none = f"none, since no evaluation has given a finite {self._metric}"
         which = f"{self._folder}, {described(self._record)}" if self._record else none
         self._trainer.strategy.print(f"best model: {which}")
@@ -135,35 +146,53 @@ def step_of_best(run: Path) -> int:
     return step
 
 
-def replace_folder(folder: Path, made: Path) -> None:
-    """Gives a new folder the name of another one, which is deleted; a kill at any time leaves one of them, whole.
+def replace_folder(folder: Path, made: Path, *, keeps_old: bool = False) -> None:
+    """Gives a new folder the name of another one; a kill at any time leaves one of them, whole.
 
     On a file system that cannot exchange two names, such as NFS, there is a moment with none of that name; the next
     start of the run then brings the old one back.
+
+    Args:
+        keeps_old: keep the old folder for restore(), in place of one that is kept already, instead of deleting it.
     """
     for path in (*sorted(made.rglob("*"), reverse=True), made):
         flush(path)
     if not folder.exists():
         made.rename(folder)
     elif not _exchange(folder, made):
-        folder.rename(_aside(folder))
+        folder.rename(_swapped(folder))
         made.rename(folder)
+        _swapped(folder).rename(made)
+    if keeps_old and made.exists():  # nobody has removed the old one
+        shutil.rmtree(_kept(folder), ignore_errors=True)
+        made.rename(_kept(folder))
     flush(folder.parent)
-    for old in (made, _aside(folder)):
+    shutil.rmtree(made, ignore_errors=True)
+
+
+def restore(folder: Path, is_known: Callable[[Mapping[str, Any]], bool]) -> None:
+    """Gives best/ the newest model whose record the run knows, after a kill perhaps from a folder that was replaced.
+
+    If it knows none, best/ stays as it is. The other folders are deleted.
+    """
+    others = [_swapped(folder), folder.with_name(f".{folder.name}"), _kept(folder)]  # the newest first
+    records = {path: record_of(path) for path in (folder, *others)}
+    whole = [path for path, record in records.items() if record is not None]
+    known = [path for path in whole if is_known(records[path] or {})]
+    chosen = next(iter((*known, *whole)), folder)
+    if chosen != folder and not (folder.exists() and _exchange(folder, chosen)):
+        shutil.rmtree(folder, ignore_errors=True)
+        chosen.rename(folder)
+    for old in others:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _clear_leftovers(folder: Path) -> None:
-    """Undoes what a kill during a replacement left."""
-    aside = _aside(folder)
-    if aside.exists() and not folder.exists():
-        aside.rename(folder)
-    for old in (aside, folder.with_name(f".{folder.name}")):
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def _aside(folder: Path) -> Path:
+def _kept(folder: Path) -> Path:
     return folder.with_name(f".replaced-{folder.name}")
+
+
+def _swapped(folder: Path) -> Path:
+    return folder.with_name(f".swapped-{folder.name}")
 
 
 def _exchange(one: Path, other: Path) -> bool:

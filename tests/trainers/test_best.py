@@ -144,14 +144,29 @@ def test_a_run_that_was_killed_ends_like_the_undisturbed_one(train: Any, tmp_pat
     assert train("known", (0.1, 0.5, 0.3, 0.4, 0.2, 0.4))["step"] == 1
 
 
+def test_a_killed_run_whose_evaluations_differ_afterwards_keeps_its_best(train: Any, tmp_path: Path) -> None:
+    """Evaluations differ, for example, with --rollout_ranks and a bound; its checkpoints are of steps 2, 4 and 6."""
+    run = tmp_path / "run"
+    assert train("run", (0.1, 0.5, 0.3, 0.6, None, 0.4))["step"] == 3  # step 1's model is kept beside it
+    assert train("run", (0.1, 0.5, 0.3, 0.2, None, 0.4))["step"] == 1
+    assert weights_of(run / "best") == weights_of(run / "exports" / "step-1")
+    # Each is better than the one before, but the model to keep is that of the newest checkpoint, of step 4.
+    assert train("run", (0.1, 0.5, 0.3, 0.7, 0.8, 0.9, None))["step"] == 5
+    kept = weights_of(run / "exports" / "step-4")
+    assert train("run", (0.1, 0.5, 0.3, 0.7, 0.8, 0.2, 0.3, 0.1))["step"] == 4
+    assert weights_of(run / "best") == kept
+    assert [path.name for path in run.glob(".*")] == []
+
+
 def test_a_run_that_goes_another_way_forgets_its_best(
     train: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train("run", (0.1, 0.5, 0.3, 0.6, None, 0.4))["step"] == 3
+    none = (math.nan,) * 3
+    assert train("run", (*none, 0.6, None, 0.4))["step"] == 3
     # From step 2 on it evaluates less often: never at step 3. It is killed once more, after the checkpoint of step 4.
-    assert train("run", (0.1, 0.5, 0.3, 0.6, 0.2, None), every=5)["step"] == 3
+    assert train("run", (*none, 0.6, 0.2, None), every=5)["step"] == 3
     assert "has the model of step 3 with eval/accuracy 0.6: this run has not got there" in capsys.readouterr().out
-    assert train("run", (0.1, 0.5, 0.3, 0.6, 0.2, 0.4), every=5) == {
+    assert train("run", (*none, 0.6, 0.2, 0.4), every=5) == {
         "step": 5,
         "metric": "eval/accuracy",
         "value": 0.4,
@@ -230,6 +245,12 @@ def test_damaged_weights_are_not_exported(train: Any, tmp_path: Path) -> None:
         best.step_of_best(tmp_path / "run")
 
 
+def test_a_best_model_that_was_removed_is_written_again(tmp_path: Path) -> None:
+    write_pair(tmp_path / ".best", "new")
+    best.replace_folder(tmp_path / "best", tmp_path / ".best", keeps_old=True)
+    assert content_of(tmp_path / "best") == ["new"] * 2
+
+
 # ---- The replacement -------------------------------------------------------------------------------------------------
 
 _ACTS = ("os.rename", "os.remove", "os.rmdir", "open", "ctypes.call_function", "shutil.rmtree", "os.scandir")
@@ -237,15 +258,15 @@ _ACTS = ("os.rename", "os.remove", "os.rmdir", "open", "ctypes.call_function", "
 
 def write_pair(folder: Path, text: str) -> None:
     folder.mkdir()
-    for name in ("model", "best.json"):
-        (folder / name).write_text(text)
+    (folder / "model").write_text(text)
+    (folder / "best.json").write_text(json.dumps({"of": text}))
 
 
 def content_of(folder: Path) -> list[str]:
-    return [(folder / name).read_text() for name in ("model", "best.json")]
+    return [(folder / "model").read_text(), json.loads((folder / "best.json").read_text())["of"]]
 
 
-def replace_and_die(folder: Path, made: Path, count: int) -> bool:
+def replace_and_die(folder: Path, made: Path, count: int, *, keeps_old: bool) -> bool:
     """Replaces a folder in another process, killed before its act of that number; returns whether there was one."""
     child = os.fork()
     if child == 0:
@@ -259,15 +280,17 @@ def replace_and_die(folder: Path, made: Path, count: int) -> bool:
                     os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(count_down)
-        best.replace_folder(folder, made)
+        best.replace_folder(folder, made, keeps_old=keeps_old)
         os._exit(0)
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
 @pytest.mark.parametrize("exchanges", [True, False])
+@pytest.mark.parametrize("known", ["", "older", "old"])
 def test_a_kill_leaves_the_old_or_the_new_folder(
-    exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    exchanges: bool, known: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """known: the model whose evaluation a run knows that continues from the newest checkpoint; empty: of no model."""
     if exchanges and getattr(ctypes.CDLL(None), "renameat2", None) is None:
         pytest.skip("this system cannot exchange names")
     if not exchanges:
@@ -278,15 +301,17 @@ def test_a_kill_leaves_the_old_or_the_new_folder(
         run.mkdir()
         write_pair(run / "best", "old")
         write_pair(run / ".best", "new")
-        was_killed = replace_and_die(run / "best", run / ".best", count)
+        if known:
+            write_pair(run / ".replaced-best", "older")
+        was_killed = replace_and_die(run / "best", run / ".best", count, keeps_old=known == "old")
         if exchanges:  # even before the next start
             assert content_of(run / "best") in (["old"] * 2, ["new"] * 2)
-        best._clear_leftovers(run / "best")
+        best.restore(run / "best", lambda record: record["of"] == known)
         (text,) = set(content_of(run / "best"))
         seen.add(text)
         assert [path.name for path in run.iterdir()] == ["best"]
         if not was_killed:
             break
     assert count > 6
-    assert seen == {"old", "new"}
-    assert text == "new"
+    assert seen == ({known} if known else {"old", "new"})
+    assert text == (known or "new")
