@@ -364,13 +364,13 @@ class RunLog:
     """Writes the files of a run: metrics.jsonl, samples.jsonl, tensorboard/. Every rank calls it, rank 0 writes."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer, self._comm = trainer, trainer.strategy.comm
+        self._trainer, self._comm, step = trainer, trainer.strategy.comm, trainer.step_index
         self._num_samples = getattr(trainer.config.log, "samples_per_step", 0)
         self._board: Any = None
         if self._comm.is_main and trainer.config.log.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415  (slow to import, needed on one rank only)
 
-            self._board = SummaryWriter(str(trainer.folder.root / "tensorboard"), purge_step=trainer.step_index + 1)
+            self._board = SummaryWriter(str(trainer.folder.root / "tensorboard"), purge_step=step and step + 1)
 
     def write(self, metrics: dict[str, float]) -> None:
         """Logs the metrics of the last step; step 0 is the evaluation before any training."""

@@ -3,6 +3,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightrl.comm import Comm
 from lightrl.config import ExampleEvalConfig, GRPOConfig, LogConfig, OptimConfig, RolloutLogConfig, SFTConfig
@@ -88,6 +89,19 @@ def test_a_step_that_is_logged_is_in_the_files_even_if_the_run_is_killed(tmp_pat
     assert b"entropy" in board.read_bytes()
     assert "entropy" in (tmp_path / "metrics.jsonl").read_text()
     log.close()
+
+
+def test_a_run_that_begins_again_shows_each_step_once_in_tensorboard(tmp_path: Path) -> None:
+    strategy = SimpleNamespace(comm=Comm())
+    trainer: Any = SimpleNamespace(config=SFTConfig(), strategy=strategy, folder=RunFolder(tmp_path))
+    for logged in ((0, 1, 2), (0, 1, 2), (2, 3)):  # it is killed before its checkpoint of step 1, and once after that
+        trainer.step_index = 1 if logged[0] else 0
+        log = RunLog(trainer)
+        for trainer.step_index in logged:
+            log.write(METRICS)
+        log.close()
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in board.Scalars("entropy")] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("unit", "moved"), [("optimizer_step", 0), ("rl_step", 1)])

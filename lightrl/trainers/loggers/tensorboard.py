@@ -13,7 +13,8 @@ class TensorBoardLogger:
     """Writes scalars to tensorboard/ in the run's folder."""
 
     def __init__(self, run: LoggedRun) -> None:
-        self._board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.step + 1)
+        first_step = run.step + 1 if run.step else 0  # the evaluation before any training
+        self._board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=first_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds the scalars of a step."""
