@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,8 @@ from lightrl.checkpoint import CheckpointDirectory
 from lightrl.config import RunConfig, changed_options
 from lightrl.config.command_line import flatten
 from lightrl.config.yaml_text import read_yaml
+
+logger = logging.getLogger(__name__)
 
 
 def refuse(folder: Path, error: OSError) -> NoReturn:
@@ -177,7 +180,8 @@ def checkpoint_at(path: Path, own: Path) -> Path:
 def cut_after(path: Path, steps_done: int) -> None:
     """Drops the rows after a step; a log without a row to keep is moved aside."""
     if not steps_done:
-        path.rename(_unused_name(path))
+        moved = path.rename(_unused_name(path))
+        logger.warning("The run begins at its first step: what %s had of an earlier start is in %s.", path, moved.name)
         return
     temporary = path.with_suffix(".tmp")
     with temporary.open("wb") as kept:

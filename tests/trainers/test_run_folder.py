@@ -133,7 +133,7 @@ def test_logs_are_utf_8_in_any_locale(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "metrics.jsonl").read_bytes()) == {"step": 1, "eval/L\u00f6sung": 0.5}
 
 
-def test_resuming_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+def test_resuming_drops_what_came_after_the_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = used(tmp_path)
     for step in range(5):
         folder.append_metrics(step, {"loss": float(step)})
@@ -141,10 +141,13 @@ def test_resuming_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
         file.write('{"step": 5, "lo')
     folder.open(GRPOConfig(), 3)
     assert [row["step"] for row in folder.metrics()] == [0, 1, 2, 3]
+    assert caplog.messages == []
     for _ in range(2):
         folder.open(GRPOConfig(), 0)  # from the beginning: what was logged is kept aside
         assert folder.metrics() == []
         folder.append_metrics(1, {"loss": 9.0})
+    had = f"The run begins at its first step: what {folder.root}/metrics.jsonl had of an earlier start is in"
+    assert caplog.messages == [f"{had} metrics.old-1.jsonl.", f"{had} metrics.old-2.jsonl."]
     assert len((folder.root / "metrics.old-1.jsonl").read_text().splitlines()) == 4
     assert len((folder.root / "metrics.old-2.jsonl").read_text().splitlines()) == 1
 
