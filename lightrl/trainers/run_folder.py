@@ -160,10 +160,10 @@ def _append(path: Path, rows: list[dict[str, Any]]) -> None:
     try:
         with path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-    except OSError:
+    except OSError as error:
         with suppress(OSError):
             os.truncate(path, size)  # half a line would corrupt the next one
-        raise
+        raise OSError(error.errno, error.strerror, str(path)) from error  # a write names no file
 
 
 def _number(value: float) -> float | int | None:

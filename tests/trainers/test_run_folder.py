@@ -1,3 +1,4 @@
+import errno
 import json
 import math
 import os
@@ -176,6 +177,13 @@ def test_rows_are_plain_json(tmp_path: Path) -> None:
         7,
     )
     assert row["answer"] == "2.50"  # a column of a Parquet file may have types that JSON does not know
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=rf"\[Errno {errno.ENOSPC}\] .*: '{tmp_path}/metrics.jsonl'"):
+        RunFolder(tmp_path).append_metrics(1, {"loss": 1.0})
 
 
 def test_metrics_may_be_numbers_of_numpy_and_torch(tmp_path: Path) -> None:
