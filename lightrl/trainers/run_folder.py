@@ -112,17 +112,17 @@ def open_folder(config: RunConfig, kind: str, comm: Comm) -> tuple[RunFolder, Pa
     Raises ValueError on every rank if one has other options: they would wait in different places, or train apart. Only
     the folders may differ, as that of rank 0 is used.
     """
-    folder, checkpoint, problem = RunFolder(Path()), None, ""
+    folder, checkpoint, problem, owned = RunFolder(Path()), None, "", Path()
     if comm.is_main:
         try:
             folder = RunFolder(Path(os.path.expanduser(config.output_dir) or new_run_path(kind)).absolute())
             folder.check(config)
             if kind != "rollout":  # such a rank generates for a trainer, which owns the folder
-                own(folder.root)
+                owned = own(folder.root)
             if folder.checkpoints.is_dir() or config.resume not in ("auto", "never"):
                 checkpoint = earlier_run.find_checkpoint(config, folder.checkpoints)
         except (ValueError, OSError) as error:
-            disown(folder.root)
+            disown(owned)
             problem = str(error)
     found = comm.all_gather_object((folder, checkpoint, problem, as_dict(config) | {"output_dir": ""}))
     folder, checkpoint, problem, _ = found[0]
@@ -185,26 +185,26 @@ class _Owned(NamedTuple):
 _owned: dict[Path, _Owned] = {}  # by folder
 
 
-def own(root: Path) -> None:
+def own(root: Path) -> Path:
     """Makes this process the only one that may write a run's folder.
 
-    Raises ValueError if another process owns it, or if the folder cannot be written. A process may open a folder
-    that it owns again.
+    Returns the folder, or an empty path if this process owns it already, as it may open it again. Raises ValueError if
+    another process owns it, or if the folder cannot be written.
     """
     if root in _owned and _is_same_file(_owned[root].descriptor, root / OWNER_NAME):
-        return
+        return Path()
     made = [path for path in (root, *root.parents) if not path.exists()]
     try:
         root.mkdir(parents=True, exist_ok=True)
         descriptor = _lock(root)
     except OSError as error:
         earlier_run.refuse(root, error)
-    now = datetime.now().astimezone().isoformat(timespec="seconds")
-    pid = os.getpid()
+    pid, now = os.getpid(), datetime.now().astimezone().isoformat(timespec="seconds")
     record = json.dumps({"host": socket.gethostname(), "pid": pid, "started": _start(pid), "since": now})
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{record}\n".encode(), 0)
     _owned[root] = _Owned(descriptor, made)
+    return root
 
 
 def disown(root: Path) -> None:

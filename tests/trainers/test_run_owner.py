@@ -34,6 +34,11 @@ def given_back() -> Iterator[None]:
     disown_all()
 
 
+def own_in_child(root: Path) -> None:
+    run_folder._owned.clear()  # a forked child has a copy of what its parent owns, but no lock
+    own(root)
+
+
 def own_for_ever(root: Path) -> None:
     own(root)
     (root / "ready").touch()
@@ -105,6 +110,20 @@ def test_a_trainer_owns_the_folder_that_it_opens_and_finds_its_checkpoint(tmp_pa
     assert open_folder(config, "grpo", Comm())[1] == written
     with pytest.raises(ValueError, match="belongs to another run: seed was 0, now 3"):
         open_folder(GRPOConfig(output_dir=str(tmp_path / "run"), seed=3), "grpo", Comm())
+
+
+def test_a_trainer_that_is_refused_does_not_give_away_the_folder_of_another(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    folder, _ = open_folder(GRPOConfig(output_dir=str(root)), "grpo", Comm())
+    folder.open(GRPOConfig(output_dir=str(root)), 0)
+    folder.append_metrics(1, {})
+    for changes in ({"seed": 3}, {"resume": str(tmp_path / "missing")}):  # refused before it owns the folder, and after
+        with pytest.raises(ValueError, match=r"belongs to another run|there is no such folder"):
+            open_folder(GRPOConfig(output_dir=str(root), **changes), "grpo", Comm())
+        check = multiprocessing.get_context("fork").Process(target=own_in_child, args=(root,))
+        check.start()
+        check.join()
+        assert check.exitcode == 1  # in use by this process
 
 
 def test_a_forked_child_does_not_keep_the_folder(tmp_path: Path) -> None:
