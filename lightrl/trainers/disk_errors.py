@@ -72,6 +72,7 @@ class LoggingTrainer(Protocol):
     """The parts of a trainer that this module needs."""
 
     run: Any  # its RunContext
+    step_index: int
 
     @property
     def strategy(self) -> StrategyBase: ...
@@ -157,9 +158,9 @@ def forgive(trainer: LoggingTrainer, act: Callable[[], None], loss: str) -> None
         if found is None:
             raise
         _warn(trainer.strategy.comm, found, loss)
-        if not folder.root.exists():
+        if not folder.is_complete:  # even if a checkpoint has made the folder again meanwhile
             own(folder.root)
-            folder.open(trainer.run.config, 0)
+            folder.open(trainer.run.config, trainer.step_index)
 
 
 def _warn(comm: Comm, error: OSError | None, loss: str) -> None:

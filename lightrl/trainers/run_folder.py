@@ -71,6 +71,11 @@ class RunFolder:
         for path in filter(Path.exists, (self._metrics, self._samples)):
             earlier_run.cut_after(path, steps_done)
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the folder has the files of its start, without which no run continues and another may begin there."""
+        return all((self.root / name).exists() for name in ("config.yaml", _INPUTS_NAME, OWNER_NAME))
+
     # ---- Writing -----------------------------------------------------------------------------------------------
 
     def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -149,9 +149,16 @@ def test_other_errors_stop_a_run_that_goes_on_without_a_disk(
         fit(trainer)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's writer
+@pytest.mark.parametrize("is_made", [False, True])
 def test_a_folder_that_is_removed_is_made_again(
-    offline_flags: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    is_made: bool,
+    offline_flags: Options,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """is_made: a checkpoint that was being written has made the folder again, empty."""
     root = tmp_path / "run"
     trainer = make(offline_flags("sft") | {"max_steps": 4}, root, on_disk_error="continue")
     step = trainer.step
@@ -159,12 +166,15 @@ def test_a_folder_that_is_removed_is_made_again(
     def remove_and_step() -> Any:
         if trainer.step_index == AFTER:
             shutil.rmtree(root)
+            if is_made:
+                (root / "checkpoints").mkdir(parents=True)
         return step()
 
     monkeypatch.setattr(trainer, "step", remove_and_step)
     fit(trainer)
     said = capsys.readouterr().err
-    assert f"the run's folder takes no more (No such file or directory) for {root}/metrics.jsonl" in said
+    log = "tensorboard/events.out.tfevents" if is_made else "metrics.jsonl"
+    assert f"the run's folder takes no more (No such file or directory) for {root}/{log}" in said
     assert {"owner.json", "config.yaml", "metrics.jsonl", "checkpoints", "final"} <= {
         path.name for path in root.iterdir()
     }

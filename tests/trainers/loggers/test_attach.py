@@ -120,6 +120,8 @@ def test_a_logger_whose_disk_is_full_ends_a_run_or_not(
         raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "file"))
 
     monkeypatch.setattr(Noted, "log", full)
+    for name in ("config.yaml", "inputs.json", "owner.json"):  # of the start of the run
+        (tmp_path / name).touch()
     with pytest.raises(OSError, match="No space left"):
         Loggers(trainer_of(tmp_path, noted)).after_metrics(4, {})
     Loggers(trainer_of(tmp_path, noted, on_disk_error="continue")).after_metrics(4, {})
