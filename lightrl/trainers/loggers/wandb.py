@@ -35,6 +35,10 @@ class WandbLogger:
         """Logs the metrics of a step."""
         self._run.log({**metrics, _AXIS: step})
 
+    def fail(self, error: BaseException) -> None:
+        """Ends the run of W&B as failed, since its service loses up to 32 KB of an offline run that is not ended."""
+        self._run.finish(exit_code=1)
+
     def close(self) -> None:
         """Ends the run of W&B, whose service finishes its file by the end of the process."""
         self._run.finish()

@@ -1,5 +1,6 @@
 """The real wandb, offline."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,19 @@ def test_steps_that_a_resumed_run_repeats_are_kept(logged_run: LoggedRun) -> Non
     wandb.teardown()
     written = b"".join(path.read_bytes() for path in logged_run.folder.rglob("*.wandb"))
     assert all(f"reward/{name}".encode() in written for name in ("before", "lost", "again"))
+
+
+def test_a_run_that_fails_has_its_last_steps(logged_run: LoggedRun) -> None:
+    """The process may end right after fail(), without a call of close() and without the end of the interpreter."""
+    logger = WandbLogger(logged_run)
+    for step in range(3):
+        logger.log(step, {f"reward/of_{step}": 0.25})
+    told = threading.Thread(target=logger.fail, args=(KeyboardInterrupt(),))
+    told.start()
+    told.join()
+    written = b"".join(path.read_bytes() for path in logged_run.folder.rglob("*.wandb"))
+    assert all(f"reward/of_{step}".encode() in written for step in range(3))
+    logger.close()  # as after a signal
 
 
 def test_the_variables_of_wandb_count(logged_run: LoggedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
