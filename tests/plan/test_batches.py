@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from lightrl.config import CriticConfig, DPOConfig, GRPOConfig, PPOConfig, SFTConfig
+from lightrl.config import (
+    AlgorithmConfig,
+    CriticConfig,
+    DPOConfig,
+    GRPOConfig,
+    PPOAlgorithmConfig,
+    PPOConfig,
+    SFTConfig,
+    WorkflowConfig,
+)
 from lightrl.plan.batches import batches_of, flops_of_step, kv_bytes_of_token, passes_of
 from lightrl.plan.models import policy_of
 
@@ -38,6 +47,10 @@ def test_pairs_stay_together() -> None:
     [
         (GRPOConfig(), 1, 1),
         (GRPOConfig(num_minibatches=2, num_epochs=3), 3, 2),
+        (GRPOConfig(algorithm=AlgorithmConfig(entropy_fraction=0.2)), 1, 2),  # tokens are chosen by their entropy
+        (GRPOConfig(algorithm=AlgorithmConfig(loss="kl_cov")), 1, 2),  # or by the loss
+        (GRPOConfig(rollout=WorkflowConfig(over_issue=0.5, max_staleness=1)), 1, 2),  # samples of older weights
+        (PPOConfig(algorithm=PPOAlgorithmConfig(kl_coef=0.1, kl_in_reward="k1")), 1, 3),  # the reference, and the KL
         (PPOConfig(), 1, 1),  # and those of the critic
         (PPOConfig(num_epochs=2), 2, 2),
         (PPOConfig(critic=CriticConfig(shared_backbone=True)), 1, 2),
