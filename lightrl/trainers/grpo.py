@@ -56,12 +56,11 @@ class GRPOTrainer(Trainer):
     ) -> None:
         config: GRPOConfig = run.config if isinstance(run, RunContext) else run
         # Cheap checks come first: a wrong name must not wait until a model is loaded.
-        teacher = config.distillation if config.teacher_model else None
-        routing = config.routing if config.routing.is_on else None
+        algorithm, teacher = config.algorithm, config.distillation if config.teacher_model else None
         self.objective = PolicyObjective(
-            config.algorithm, group_size=config.group_size, distillation=teacher, has_selector=True, routing=routing
+            algorithm, group_size=config.group_size, distillation=teacher, has_selector=True, routing=config.routing
         )
-        self.selector = TokenSelector(config.algorithm) if self.objective.needs_selection else None
+        self.selector = TokenSelector(algorithm) if self.objective.needs_selection else None
         self.rewards = RewardSet.from_config(config, reward)
         if len(self.rewards.rewards) > 1 or any(is_collective(item.reward) for item in self.rewards.rewards):
             self.shown = shown_of(self.rewards)
@@ -78,7 +77,7 @@ class GRPOTrainer(Trainer):
         trained = self.strategy.prepare_trained(policy, schedule_length=config.schedule_length)
         self.model = self.policy = trained.model
         self.optimizer = trained.optimizer
-        self.reference = prepare_reference(self, self.policy) if config.algorithm.kl_coef else None
+        self.reference = prepare_reference(self, self.policy) if algorithm.kl_coef else None
         self.teacher = self._load_teacher() if config.teacher_model else None
         self.resume()
         self.collector = start_engine(self.run, self.policy, self.rewards)

@@ -69,7 +69,7 @@ class LossParts(TypedDict, total=False):
     kl_in_loss: bool  # False: the loss only measures the KL to the reference, which is in the rewards
     distillation: DistillationConfig | None  # how a teacher is followed; None without a teacher
     has_selector: bool  # whether the trainer chooses tokens over a whole update, by a TokenSelector
-    routing: RoutingConfig | None  # the options for routers of a mixture of experts; None: none are set
+    routing: RoutingConfig  # the options for the routers of a mixture of experts
 
 
 @dataclass
@@ -107,11 +107,13 @@ class PolicyLoss:
         self.ratio_to = "recompute"  # the other policy of the ratio: here the one before the update
         self._terms: list[LossTerm] = []
         plain = AlgorithmConfig(**{name: getattr(config, name) for name in _OF_FUNCTIONS})
-        if config != plain or self.selects_tokens or parts.get("distillation") or parts.get("routing"):
+        if config != plain or self.selects_tokens or parts.get("distillation"):
             self._add_terms(config, **parts)
+        if (routing := parts.get("routing")) and routing.is_on:
+            self._terms.append(RouterTerm(routing))
 
     def _add_terms(self, config: AlgorithmConfig, **parts: Unpack[LossParts]) -> None:
-        distillation, routing = parts.get("distillation"), parts.get("routing")
+        distillation = parts.get("distillation")
         self.ratio_to = config.ratio_to
         if self.selects_tokens or config.selection_args or config.entropy_fraction != 1:
             self._check_selection(config, distillation, parts.get("has_selector", False))
@@ -130,8 +132,6 @@ class PolicyLoss:
                 kl_in_loss=parts.get("kl_in_loss", True),
                 distillation=distillation,
             )
-        if routing is not None and routing.is_on:
-            self._terms.append(RouterTerm(routing))
 
     def _check_selection(
         self, config: AlgorithmConfig, distillation: DistillationConfig | None, has_selector: bool
@@ -177,9 +177,7 @@ class PolicyObjective(PolicyLoss):
 
         Args:
             group_size: Samples of each prompt; ValueError if the advantages need more. None skips the check.
-            distillation: How a teacher is followed; None without a teacher.
-            has_selector: Whether the trainer chooses tokens over a whole update, by a TokenSelector.
-            routing: The options for routers of a mixture of experts; None if none are set.
+            parts: As for PolicyLoss, by the names of LossParts.
         """
         super().__init__(config, **parts)
         self._estimate: Callable[[ScoredSamples], Tensor] = load_and_try(
