@@ -93,8 +93,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def start(name: str, arguments: Sequence[str] | None = None, program: str = "") -> int:
-    """Runs a program of this name and returns its exit code; without arguments, with those of the process."""
-    return _start({**TRAINERS, **COMMANDS}[name], sys.argv[1:] if arguments is None else arguments, program)
+    """Runs a program of this name and returns its exit code; without arguments, with those of the process.
+
+    program: what the user typed in front of the arguments, for the help; empty for the name of the script.
+    """
+    chosen = {**TRAINERS, **COMMANDS}[name]
+    if isinstance(chosen, Command):
+        return int(resolve_name(chosen.start)(sys.argv[1:] if arguments is None else arguments) or 0)
+    config = parse_config(chosen.config, arguments, program)  # before torch is loaded: a mistake is reported at once
+    if config.dry_run:
+        raise SystemExit(resolve_name("lightrl.plan.plan_program:dry_run")(config))
+    resolve_name("lightrl.trainers.fit:run_trainer")(resolve_name(chosen.trainer), config)
+    return 0
 
 
 def _start_named(known: Mapping[str, Run | Command], arguments: Sequence[str], program: str) -> int:
@@ -105,17 +115,7 @@ def _start_named(known: Mapping[str, Run | Command], arguments: Sequence[str], p
     if name not in known:
         hint = nearest_name(name, set(known))
         exit_with_user_error(ValueError(f"{program} {name}: there is no such command. {hint}"))
-    return _start(known[name], rest, f"{program} {name}")
-
-
-def _start(program: Run | Command, arguments: Sequence[str], name: str) -> int:
-    if isinstance(program, Command):
-        return int(resolve_name(program.start)(arguments) or 0)
-    config = parse_config(program.config, arguments, name)  # before torch is loaded: a mistake is reported at once
-    if config.dry_run:
-        raise SystemExit(resolve_name("lightrl.plan.plan_program:dry_run")(config))
-    resolve_name("lightrl.trainers.fit:run_trainer")(resolve_name(program.trainer), config)
-    return 0
+    return start(name, rest, f"{program} {name}")
 
 
 def _list_of(known: Mapping[str, Run | Command], program: str) -> str:
