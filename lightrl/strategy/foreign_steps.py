@@ -19,7 +19,7 @@ from lightrl.config import StrategyOptions
 from lightrl.strategy.computation import compute_in_bfloat16, enable_gradient_checkpointing
 from lightrl.strategy.layout.adapters import MergedWeights
 from lightrl.strategy.layout.materialize import broadcast_from_main
-from lightrl.strategy.layout.plain import PlainLayout, Weights, include_adapters
+from lightrl.strategy.layout.plain import PlainLayout, Weights, has_adapters
 from lightrl.strategy.optim.optimizers import TrainedModels, clip_gradients
 from lightrl.strategy.results import OptimizerStep
 
@@ -60,7 +60,7 @@ def whole_parameters(strategy: Stepping, model: nn.Module, dtype: torch.dtype | 
     """Yields (Hugging Face name, whole tensor) of a model that is whole on every rank."""
     unwrapped, layout = strategy.unwrap_model(model), strategy.layout
     named = sorted(unwrapped.named_parameters())
-    weights = MergedWeights(unwrapped, layout) if include_adapters(named) else Weights(named, layout)
+    weights = MergedWeights(unwrapped, layout) if has_adapters(unwrapped) else Weights(named, layout)
     return layout.gather_named(weights.tensors(), dtype)
 
 

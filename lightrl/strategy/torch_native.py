@@ -20,7 +20,7 @@ from lightrl.strategy.base import StrategyBase
 from lightrl.strategy.computation import compute_in_bfloat16, enable_gradient_checkpointing
 from lightrl.strategy.layout.adapters import MergedWeights, save_adapter
 from lightrl.strategy.layout.dtensor import DTensorLayout
-from lightrl.strategy.layout.plain import PlainLayout, Weights, has_adapters, include_adapters
+from lightrl.strategy.layout.plain import PlainLayout, Weights, has_adapters
 from lightrl.strategy.optim.accumulation import accumulation_of
 from lightrl.strategy.optim.hooked_step import hooked_step
 from lightrl.strategy.optim.hooks import attach, detach, hooks_of
@@ -158,7 +158,7 @@ class TorchStrategy(StrategyBase):
         self.trained.require_on_device(model)
         unwrapped = self.unwrap_model(model)
         named = sorted(unwrapped.named_parameters())
-        return MergedWeights(unwrapped, self.layout) if include_adapters(named) else Weights(named, self.layout)
+        return MergedWeights(unwrapped, self.layout) if has_adapters(unwrapped) else Weights(named, self.layout)
 
     def full_parameters(self, model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yields (Hugging Face name, whole tensor), sorted, tied ones once; every rank must iterate to the end."""

@@ -269,12 +269,7 @@ class Weights:
 
 def has_adapters(model: nn.Module) -> bool:
     """Returns whether the model has LoRA adapters, which layout/adapters.py merges."""
-    return include_adapters(model.named_parameters())
-
-
-def include_adapters(named: NamedTensors) -> bool:
-    """Returns whether a named parameter belongs to a LoRA adapter."""
-    return any(".lora_A." in name for name, _ in named)
+    return any(".lora_A." in name for name, _ in model.named_parameters())
 
 
 def innermost(model: Any) -> nn.Module:
