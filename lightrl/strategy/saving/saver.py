@@ -160,10 +160,10 @@ class TrainingStateSaver:
 
     def _saved_tensors(self, model: nn.Module) -> list[tuple[str, Tensor]]:
         """Returns every parameter once and the persistent buffers; with adapters, only these and what is trained."""
-        named, detached = sorted(model.named_parameters()), self._trainer.layout.detached
-        if has_adapters(model):
-            return [(name, detached(parameter)) for name, parameter in trained_parameters(model)]
-        return [*((name, detached(parameter)) for name, parameter in named), *persistent_buffers(model)]
+        detached, is_adapted = self._trainer.layout.detached, has_adapters(model)
+        named = trained_parameters(model) if is_adapted else sorted(model.named_parameters())
+        saved = [(name, detached(parameter)) for name, parameter in named]
+        return saved if is_adapted else [*saved, *persistent_buffers(model)]
 
     # ---- Loading -----------------------------------------------------------------------------------------------
 
