@@ -242,11 +242,6 @@ def split_micro_batches(
     ordered = sorted(items, key=lambda item: (-item.num_tokens, item.key))
     if min_num == 1 and _fits(ordered, max_tokens, max_samples):
         return [ordered]
-    return _cut(ordered, max_tokens, max_samples, min_num)
-
-
-def _cut(ordered: list[_Item], max_tokens: int | None, max_samples: int | None, min_num: int) -> list[list[_Item]]:
-    """Divides samples that do not fit into one micro-batch, or that are wanted in several."""
     _check_limits(ordered, max_tokens, max_samples)
     fewest = _first_fit(ordered, max_tokens, max_samples)
     num = max(min(min_num, len(ordered)), len(fewest))
