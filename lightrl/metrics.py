@@ -88,10 +88,10 @@ class Statistics:
         total = Statistics()
         for values in comm.all_gather_object(self.take()):
             total.merge(values)
-        return {name: _number(*value) for name, value in sorted(total.take().items())}
+        return {name: _reduced(*value) for name, value in sorted(total.take().items())}
 
 
-def _number(kind: str, value: float, count: float) -> float:
+def _reduced(kind: str, value: float, count: float) -> float:
     if kind != "mean":
         return value
     return value / count if count else 0.0

@@ -67,13 +67,14 @@ class _NameSource:
 
 def _load_one(source: str, stream: bool) -> Sequence[LocatedRecord]:
     builtin = BUILTIN_TASKS.get(source)
-    records = _number(builtin(), source) if builtin else _load_elsewhere(source, stream)
+    records = _located(builtin(), source) if builtin else _load_elsewhere(source, stream)
     if not records:
         raise ValueError(f"The data set {source} is empty: it must have at least one record.")
     return records
 
 
-def _number(records: list[Record], source: str) -> list[LocatedRecord]:
+def _located(records: list[Record], source: str) -> list[LocatedRecord]:
+    """Returns the records, each with the number of its row, for error messages."""
     return [(record, f"{source}: row {row}") for row, record in enumerate(records, start=1)]
 
 
@@ -84,7 +85,7 @@ def _load_elsewhere(source: str, stream: bool) -> Sequence[LocatedRecord]:
         names = ", ".join(name.removeprefix("builtin:") for name in BUILTIN_TASKS)
         raise ValueError(f"Unknown built-in task {source.removeprefix('builtin:')!r}. Choose one of {names}.")
     if source.startswith(PREFIX):
-        return _number(reasoning_records(source), source)
+        return _located(reasoning_records(source), source)
     if source.startswith("hf:"):
         return load_from_hub(source, stream)
     if files := files_of(source):

@@ -80,7 +80,7 @@ class RunFolder:
 
     def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds a line to metrics.jsonl."""
-        _append(self._metrics, [{"step": step, **{name: _number(float(value)) for name, value in metrics.items()}}])
+        _append(self._metrics, [{"step": step, **{name: _for_json(float(value)) for name, value in metrics.items()}}])
 
     def append_samples(self, step: int, experience: Iterable[Experience], more: _Columns = lambda _: {}) -> None:
         """Adds a line per sample to samples.jsonl; more: returns additional entries for a sample."""
@@ -171,7 +171,7 @@ def _append(path: Path, rows: list[dict[str, Any]]) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error  # a write names no file
 
 
-def _number(value: float) -> float | int | None:
+def _for_json(value: float) -> float | int | None:
     if not math.isfinite(value):
         return None  # JSON has no NaN
     return int(value) if value.is_integer() and abs(value) > 1e6 else value

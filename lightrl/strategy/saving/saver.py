@@ -287,7 +287,7 @@ def _schedule_state(trained: TrainedModel) -> dict[str, Any]:
     else:
         state = _state_without_functions(scheduler)
     groups = trained.optimizer.param_groups
-    rates = [{key: _number(group[key]) for key in _MOVED if key in group} for group in groups]
+    rates = [{key: _off_device(group[key]) for key in _MOVED if key in group} for group in groups]
     return {"scheduler": state, "rates": rates}
 
 
@@ -300,7 +300,7 @@ def _state_without_functions(scheduler: Any) -> Any:
     return state
 
 
-def _number(value: Any) -> Any:
+def _off_device(value: Any) -> Any:
     return float(value) if isinstance(value, Tensor) else value
 
 
