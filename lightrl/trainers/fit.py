@@ -37,8 +37,8 @@ from lightrl.trainers.lifetime import (
     ended_by_signals,
     is_under_torchrun,
 )
-from lightrl.trainers.run import RunContext, TrainerConfig, open_run
-from lightrl.trainers.run_folder import disown
+from lightrl.trainers.run import RunContext, open_run
+from lightrl.trainers.run_folder import TrainerConfig, disown
 
 _COUNTED = ("prompt", "response", "trained")  # metrics tokens/... that tokens/per_second adds up
 _LINES_PER_RUN = 20  # printed if there is no terminal

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightrl.algorithms.losses import mismatch_statistics
 from lightrl.comm import Comm
-from lightrl.config import EvalConfig, OfflineConfig, RolloutConfig, template_arguments
+from lightrl.config import EvalConfig, RolloutConfig, template_arguments
 from lightrl.data.balance import assign_to_ranks, imbalance
 from lightrl.data.chat_arguments import uses_template, warn_of_date, warn_of_written_messages
 from lightrl.data.media_fields import MediaFields
@@ -40,6 +40,7 @@ from lightrl.trainers.fit import Shown, Trainer
 from lightrl.trainers.objective import PolicyLoss
 from lightrl.trainers.record_checks import check_fields
 from lightrl.trainers.run import RunContext
+from lightrl.trainers.run_folder import TrainerConfig
 from lightrl.trainers.staleness import describe_staleness, older_samples
 from lightrl.trainers.turn_end import warn_of_unstopped_turns
 
@@ -312,7 +313,7 @@ def _without_old_logprobs() -> ValueError:
     )
 
 
-def even_parts(items: Sequence[_Item], config: RolloutConfig | OfflineConfig, comm: Comm) -> list[list[_Item]]:
+def even_parts(items: Sequence[_Item], config: TrainerConfig, comm: Comm) -> list[list[_Item]]:
     """Cuts items into micro-batches within the limits, the same number on every rank; the last may be empty."""
     size = config.micro_batch_size
     limits: Any = {"max_tokens": None if size else config.max_tokens_per_microbatch, "max_samples": size or None}

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrl.builtin.model import builtin_model_path
 from lightrl.builtin.task import cached_model
-from lightrl.config import BUILTIN_MODEL, OfflineConfig, RolloutConfig, template_arguments
+from lightrl.config import BUILTIN_MODEL, RolloutConfig, template_arguments
 from lightrl.data.chat_arguments import set_template_arguments, set_template_file
 from lightrl.data.media import PromptEncoder
 from lightrl.data.prompts import held_out_of, load_records
@@ -35,10 +35,9 @@ from lightrl.rollout.workflow import Workflow, load_workflow
 from lightrl.strategy import StrategyBase, create_strategy
 from lightrl.strategy.serving.adapter_source import check_adapters, serve_as_configured
 from lightrl.trainers.observer import Observer
-from lightrl.trainers.run_folder import RunFolder, open_folder
+from lightrl.trainers.run_folder import RunFolder, TrainerConfig, open_folder
 from lightrl.trainers.sound_checkpoint import newest_sound
 
-TrainerConfig = RolloutConfig | OfflineConfig
 _COMPANIONS = ("teacher_model", "critic_model")  # options that name further models of trainers
 
 

@@ -41,7 +41,7 @@ _BLOCKS = 64
 _OBJECT = re.compile(r"([\w./-]+):[A-Za-z_]\w*")  # module:function, even inside name=[module:one, module:two]
 
 _Columns = Callable[[Experience], Mapping[str, Any]]
-_TrainerConfig = RolloutConfig | OfflineConfig
+TrainerConfig = RolloutConfig | OfflineConfig  # the options of a run that trains
 
 _new_paths: list[Path] = []  # folders that this process has made under runs/
 
@@ -63,7 +63,7 @@ class RunFolder:
         if self.root.is_dir() and {path.name for path in self.root.iterdir()} - _OF_A_START:
             earlier_run.require_same(self.root, config)
 
-    def open(self, config: _TrainerConfig, steps_done: int) -> None:
+    def open(self, config: TrainerConfig, steps_done: int) -> None:
         """Saves the config, and drops rows that an interrupted run logged after the checkpoint to continue from."""
         self.root.mkdir(parents=True, exist_ok=True)
         save_bytes(self.root / "config.yaml", to_yaml(config).encode())
@@ -311,7 +311,7 @@ def _start(pid: int) -> int | None:
 # The hashes of the files that the options name show whether the data or the code has changed since the start.
 
 
-def note_inputs(root: Path, config: _TrainerConfig, *, continues: bool) -> None:
+def note_inputs(root: Path, config: TrainerConfig, *, continues: bool) -> None:
     """Writes the hashes of the files that the options name; warns of files that changed since the run began.
 
     The run goes on, since the change may be a corrected line. But its numbers are not those of an undisturbed run.
@@ -347,7 +347,7 @@ def hash_of(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _data_files(config: _TrainerConfig) -> Iterator[Path]:
+def _data_files(config: TrainerConfig) -> Iterator[Path]:
     for source in (config.train_data, config.eval_data, config.data.chat_template_file):
         for part in parts_of(source) if source not in ("", *HELD_OUT) else []:
             yield from files_of(part.name)
