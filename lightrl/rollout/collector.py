@@ -237,8 +237,9 @@ class Collector(Scorer):
         elif rewards:
             statistics.values("eval/reward", rewards)
             statistics.mean("eval/accuracy", sum(reward >= 1 for reward in rewards), len(rewards))
-        statistics.mean("eval/response_tokens", sum(s.num_own for s in samples), sum(bool(s.turns) for s in samples))
-        statistics.mean("eval/truncated", sum(map(is_truncated, samples)), sum(bool(s.turns) for s in samples))
+        num_lengths = sum(bool(sample.turns) for sample in samples)  # a failed episode, without a turn, has none
+        statistics.mean("eval/response_tokens", sum(sample.num_own for sample in samples), num_lengths)
+        statistics.mean("eval/truncated", sum(map(is_truncated, samples)), num_lengths)
         return statistics.reduce(comm)
 
 

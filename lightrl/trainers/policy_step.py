@@ -394,9 +394,10 @@ def describe_rollout(samples: Sequence[Sample], rewards: Sequence[float], statis
     statistics.add("tokens/response", sum(len(sample.response_ids) for sample in samples))
     if any(sample.own for sample in samples):
         statistics.add("tokens/environment", sum(len(sample.response_ids) - sample.num_own for sample in samples))
-    statistics.mean("tokens/response_mean", sum(s.num_own for s in samples), sum(bool(s.turns) for s in samples))
+    num_lengths = sum(bool(sample.turns) for sample in samples)
+    statistics.mean("tokens/response_mean", sum(sample.num_own for sample in samples), num_lengths)
     statistics.maximum("tokens/response_max", max((sample.num_own for sample in samples), default=0))
-    statistics.mean("tokens/truncated", sum(map(is_truncated, samples)), sum(bool(s.turns) for s in samples))
+    statistics.mean("tokens/truncated", sum(map(is_truncated, samples)), num_lengths)
 
 
 def describe_update(result: TrainBatchResult, statistics: Statistics, prefix: str = "") -> None:
