@@ -17,7 +17,7 @@ from lightrl.plan.batches import Batches
 from lightrl.plan.models import SCORER, Model, fake, faked
 from lightrl.plan.trees import paper_tree, saved_by, scorer_in, share_on_paper
 from lightrl.sharing.families import Dealt, cut_to_fit, dealt, evenly_dealt, filled
-from lightrl.sharing.model import MOST_COMPUTED, other_kind
+from lightrl.sharing.model import MOST_COMPUTED, objection_to
 from lightrl.sharing.tree import LEAST_SAVED, with_tree
 
 
@@ -38,7 +38,7 @@ class Sharing:
 
 @lru_cache(maxsize=16)
 def _refusal(model: Model) -> str:
-    found = other_kind(scorer_in(model.smaller(model.num_layers)))
+    found = objection_to(scorer_in(model.smaller(model.num_layers)))
     return found and f"model type {model.hf_config.model_type!r}{found}"
 
 

@@ -48,8 +48,8 @@ class PromptSharing:
         self._decoder = _decoder_of(model)
         self._decoder.prompt_sharing = self
         self._hooks = (
-            model.register_forward_pre_hook(self._keep),
-            self._decoder.register_forward_pre_hook(self._branch, with_kwargs=True),
+            model.register_forward_pre_hook(self._drop_copies),
+            self._decoder.register_forward_pre_hook(self._follow_tree, with_kwargs=True),
         )
 
     def detach(self) -> None:
@@ -62,7 +62,7 @@ class PromptSharing:
         """Returns a pack and its tree, if it has one; a pack without one runs whole."""
         return batch, batch.tree if isinstance(batch, SharedBatch) else None
 
-    def _keep(self, model: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    def _drop_copies(self, model: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Passes the model only the tokens that are computed."""
         self._tree = None
         if not args or not isinstance(args[0], PackedBatch):  # a user's dictionary needs the states of all tokens
@@ -73,7 +73,7 @@ class PromptSharing:
             batch = batch if group is None else deal(batch, group.size)
         return (batch, *args[1:])
 
-    def _branch(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    def _follow_tree(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         """Makes tokens attend along their tree, whose segments deal() has padded if ranks split them."""
         tree, self._tree = self._tree, None
         if tree is None:
@@ -129,7 +129,7 @@ def attach_sharing(model: nn.Module, strategy: StrategyBase) -> None:
 
 def _attach(kind: type[PromptSharing], scorer: Policy | Critic, model: nn.Module, strategy: StrategyBase) -> str:
     """Returns why a model cannot share prompts; empty if it shares from now on. All ranks decide alike."""
-    refusal = other_kind(scorer)
+    refusal = objection_to(scorer)
     if not strategy.comm.agree(not refusal):
         return f"model type {_body_of(scorer).config.model_type!r}{refusal or ', which another rank refused.'}"
     if strategy.comm.agree(strategy.device.type == "cpu" and not needs_score_check(_body_of(scorer))):
@@ -173,7 +173,7 @@ def _body_of(model: Policy | Critic) -> Any:
     return model.hf if isinstance(model, Policy) else model.body
 
 
-def other_kind(scorer: Policy | Critic) -> str:
+def objection_to(scorer: Policy | Critic) -> str:
     """Returns an objection to a model unless only attention, of a kind that supports trees, mixes its tokens."""
     decoder = _decoder_of(scorer)
     runs_apart = any(module.__dict__.get(RUNS_APART) for module in decoder.modules())
