@@ -42,7 +42,7 @@ class Statistics:
         self._join(name, "mean", total, count)
 
     def values(self, name: str, values: Sequence[float]) -> None:
-        """Adds values to a mean one by one."""
+        """Adds values to a mean, each with a weight of 1."""
         self.mean(name, sum(values), len(values))
 
     def add(self, name: str, value: float) -> None:

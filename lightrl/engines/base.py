@@ -218,7 +218,7 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     def has_unfinished(self) -> bool:
-        """Whether any submitted sample is still waiting or running."""
+        """Returns whether any submitted sample is still waiting or running."""
 
     @abstractmethod
     def abort(self, request_ids: Iterable[int] | None = None) -> list[Completion]:

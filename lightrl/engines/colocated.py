@@ -159,7 +159,7 @@ class ColocatedEngine:
         return completions
 
     def has_unfinished(self) -> bool:
-        """Whether step() still has something to return, now or later."""
+        """Returns whether step() still has something to return, now or later."""
         return bool(self._ended or self._parked) or self.engine.has_unfinished()
 
     def abort(self, request_ids: Iterable[int] | None = None) -> list[Completion]:

@@ -98,7 +98,7 @@ class Link:
         return command
 
     def has_command(self) -> bool:
-        """Whether next_command() would return at once."""
+        """Returns whether next_command() would return at once."""
         return bool(self._store.check([f"command/{self._num_commands}"]))
 
     def answer(self, content: bytes) -> None:
@@ -123,7 +123,7 @@ class Link:
         self._store.set(key, content)
 
     def has(self, key: str) -> bool:
-        """Whether there is a value under the key."""
+        """Returns whether there is a value under the key."""
         return bool(self._store.check([key]))
 
     def peek(self, key: str) -> bytes:

@@ -85,7 +85,7 @@ class Scorer:
 
     @contextmanager
     def _counting(self, label: str, budget: FailureBudget) -> Iterator[None]:
-        """Tells the budget of every rank, after the body, how many outcomes on any rank are no numbers."""
+        """Notes in every rank's budget, after the body, how many outcomes on any one rank are no numbers."""
         with self._comm.phase(f"reward {label}", local=True) as most:
             yield
             most.number = len(budget.failures) + len(budget.no_verdicts) + budget.num_left_out
@@ -244,7 +244,7 @@ class Collector(Scorer):
 
 
 def is_truncated(sample: Sample) -> bool:
-    """Whether the response was cut off at max_new_tokens, or the episode by a full context."""
+    """Returns whether the response was cut off at max_new_tokens, or the episode by a full context."""
     return sample.finish_reason in ("length", "context")
 
 

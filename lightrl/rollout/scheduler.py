@@ -144,7 +144,7 @@ class Scheduler:
         return self.running
 
     def is_tail(self, step: int) -> bool:
-        """Whether the step is a tail batch."""
+        """Returns whether the step is a tail batch."""
         return False
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class AsyncScheduler(Scheduler):
         return [ticket for ticket, version in self.started.items() if step - version >= self.rules.tail_after]
 
     def is_tail(self, step: int) -> bool:
-        """Whether the step is a tail batch."""
+        """Returns whether the step is a tail batch."""
         return self._tail_step == step
 
     def _decide_tail(self, step: int) -> None:

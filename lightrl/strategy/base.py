@@ -143,7 +143,7 @@ class StrategyBase(ForeignNames, ABC):
         return nullcontext()
 
     def after_forward_only(self, model: nn.Module) -> None:
-        """Cleans up what passes without a backward leave behind; called after them."""
+        """Frees what passes without a backward leave in the model; called after such passes."""
 
     @property
     def materializes_weights(self) -> bool:

@@ -273,7 +273,7 @@ class PolicyUpdates:
             describe_update(result, self._statistics, prefix)
 
     def _observed_loss(self, loss: Loss, is_sampler: bool, scores: Any, batch: PackedBatch) -> Tensor:
-        """Returns the loss of scores, after telling the observers about the scores."""
+        """Shows the scores to the observers, then returns their loss."""
         if is_sampler:
             self.measure_mismatch(scores.logprobs, batch)
         for observer in self._observers:

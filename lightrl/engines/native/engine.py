@@ -341,7 +341,7 @@ class NativeEngine(InferenceEngine):
         return plan_sampling(asked, self.vocab_size, self._device)
 
     def _put(self, array: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)  # the array may change once this returns
+        return torch.from_numpy(array).to(self._device, non_blocking=True)  # a copy; on a CPU, a view of the array
 
     # ---- Weights and memory ------------------------------------------------------------------------------------
 

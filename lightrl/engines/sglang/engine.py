@@ -382,7 +382,7 @@ class SGLangEngine(InferenceEngine):
 
     @property
     def _has_backup(self) -> bool:
-        """Returns whether released weights move to host memory, from where they return unchanged."""
+        """Whether released weights move to host memory, from where they return unchanged."""
         return bool(engine_arguments(self._options).get("enable_weights_cpu_backup"))
 
     def _release(self, tags: list[str]) -> None:

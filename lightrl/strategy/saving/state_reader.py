@@ -135,6 +135,6 @@ def load_without_code(file: Path | BinaryIO) -> Any:
 
 
 def _is_of_torch(declared: Any) -> bool:
-    """Whether torch defines an object that is declared safe; some are declared as (object, name)."""
+    """Returns whether torch defines an object that is declared safe; some are declared as (object, name)."""
     thing = declared[0] if isinstance(declared, tuple) else declared
     return str(getattr(thing, "__module__", "")).split(".")[0] == "torch"
