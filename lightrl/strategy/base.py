@@ -290,9 +290,8 @@ class StrategyBase(ForeignNames, ABC):
             loss_fn = once_each(self, loss_fn, len(weights))
         loss_sum = self.comm.all_reduce(self._add_gradients(trained, batches, shares, loss_fn, mine), "sum")
         if math.isfinite(loss_sum):
-            step = self.optimizer_step(
-                trained.optimizer, trained.model, trained.scheduler, is_boundary=True
-            ) or foreign_steps.unreported_step(trained.optimizer)
+            made = self.optimizer_step(trained.optimizer, trained.model, trained.scheduler, is_boundary=True)
+            step = made or foreign_steps.unreported_step(trained.optimizer)
         else:
             step = drop_update(self, trained.optimizer, trained.model)
         result = TrainBatchResult(
