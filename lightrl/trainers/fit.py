@@ -298,8 +298,7 @@ def fit(trainer: Trainer) -> dict[str, float]:
         metrics: dict[str, float] = {}
         if trainer.step_index:
             console.say(continuation(trainer))
-        elif config.eval.every:
-            metrics = _evaluate(trainer, console)
+        elif config.eval.every and (metrics := _evaluate(trainer, console)):
             _log(trainer, log, metrics)
         while goes_on():
             metrics = _one_step(trainer, log)
@@ -342,7 +341,7 @@ def _one_step(trainer: Trainer, log: Log) -> dict[str, float]:
 
 def _log(trainer: Trainer, log: Log, metrics: dict[str, float]) -> None:
     log.write(metrics)
-    for observer in trainer.observers if metrics else ():
+    for observer in trainer.observers:
         observer.after_metrics(trainer.step_index, metrics)
 
 
@@ -374,7 +373,7 @@ class RunLog:
 
     def write(self, metrics: dict[str, float]) -> None:
         """Logs the metrics of the last step; step 0 is the evaluation before any training."""
-        if not self._comm.is_main or not metrics:
+        if not self._comm.is_main:
             return
         with self._comm.phase("log"):
             self._trainer.folder.append_metrics(self._trainer.step_index, metrics)
