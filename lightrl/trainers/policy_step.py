@@ -365,14 +365,13 @@ def evaluate(collector: Collector, prompts: PromptData, config: EvalConfig) -> d
 def sync_engine(trainer: Trainer) -> None:
     """Sends the trained model's weights to the engine, stamped with the number of finished steps."""
     strategy, statistics = trainer.strategy, trainer.statistics
-    freed = strategy.serving.require_engine().freed_bytes
     with trainer.timed("sync", "weight sync"):
         strategy.set_global_step(trainer.step_index + 1)
         report = strategy.sync_weights(trainer.model)
     statistics.maximum("sync/gb", report.num_bytes / 1e9)
     statistics.maximum("sync/gb_per_s", report.gb_per_s)
     statistics.maximum("sync/version", report.version)
-    statistics.maximum("memory/engine_freed_gb", freed / 1e9)
+    statistics.maximum("memory/engine_freed_gb", strategy.serving.require_engine().freed_bytes / 1e9)
     if report.canary is not None:
         statistics.maximum("sync/canary_max_abs", report.canary)
     if trainer.config.offload_while_generating:
