@@ -65,9 +65,11 @@ class PromptData:
         with self._comm.phase("set-up", local=True):
             if run.workflow is not None or run.tokenizer.chat_template:
                 _check_conversations(run)
-            self.train = _build_prompts(run, run.train_records, config.train_data, config.max_new_tokens)
+            self.train, longest = _build_prompts(run, run.train_records, config.train_data, config.max_new_tokens)
+            if not config.micro_batch_size and longest > config.max_tokens_per_microbatch:
+                raise _micro_batch_too_small(config, longest)
             room = config.eval.max_new_tokens or config.max_new_tokens
-            evaluation = _build_prompts(run, run.eval_records, config.eval_data, room)
+            evaluation, _ = _build_prompts(run, run.eval_records, config.eval_data, room)
             if config.eval.source_field or config.reward_for:
                 check_fields(run)
         self.evaluation = evaluation[: config.eval.max_prompts or None]
@@ -89,31 +91,29 @@ def _check_conversations(run: RunContext) -> None:
         warn_of_unstopped_turns(run.config, run.model_path, run.tokenizer)
 
 
-def _build_prompts(run: RunContext, records: Sequence[Any], source: str, max_new_tokens: int) -> Sequence[Prompt]:
+def _build_prompts(run: RunContext, records: Sequence[Any], source: str, room: int) -> tuple[Sequence[Prompt], int]:
+    """Returns the prompts, and the tokens of the longest of them with `room` for its response."""
     if not records:
-        return []
+        return [], 0
     config: RolloutConfig = run.config
     data = config.data
     if data.answer_field != "answer":  # not every reward needs it
         _require_answers(records, data.answer_field, source)
-    if run.context <= max_new_tokens:
-        raise _no_room_for_prompts(max_new_tokens, run.context)
+    if run.context <= room:
+        raise _no_room_for_prompts(room, run.context)
     prompts = _BUILD[data.too_long](
         run.workflow.with_tools(records) if run.workflow and run.media else records,
         run.tokenizer,
         prompt_field=data.prompt_field,
         answer_field=data.answer_field,
-        max_prompt_tokens=run.context - max_new_tokens,
+        max_prompt_tokens=run.context - room,
         chat_template=data.chat_template,
         media=MediaFields(image_field=data.image_field, video_field=data.video_field, processor=run.media),
         vocab_size=run.vocab_size,
     )
-    longest_prompt = max(prompt.num_tokens for prompt in prompts)
-    longest = longest_prompt + max_new_tokens
+    longest = max(prompt.num_tokens for prompt in prompts) + room
     run.longest_sequences.append(longest if run.workflow is None else longest_episode(config, run.context))
-    if not config.micro_batch_size and longest_prompt + config.max_new_tokens > config.max_tokens_per_microbatch:
-        raise _micro_batch_too_small(config, longest_prompt + config.max_new_tokens)
-    return prompts
+    return prompts, longest
 
 
 def _require_answers(records: Sequence[Any], field: str, source: str) -> None:

@@ -89,6 +89,9 @@ def test_a_micro_batch_must_hold_the_longest_prompt_with_its_response(
     with pytest.raises(ValueError, match="11 cannot hold the longest prompt with --max_new_tokens 6: .* at least 12"):
         trainer(11)
     trainer(12).close()
+    toy_options["eval_data"] = str(tmp_path / "longer.jsonl")  # no micro-batch holds a prompt that is only evaluated
+    Path(toy_options["eval_data"]).write_text(json.dumps({"prompt": "12+34+56=", "answer": "102"}))
+    trainer(13).close()
 
 
 def test_prompts_that_are_too_long_may_be_left_out(toy_options: dict[str, Any], tmp_path: Path) -> None:
