@@ -89,18 +89,17 @@ class StrategyBase(ForeignNames, ABC):
         self.micro_train_batch_size = micro_train_batch_size
         self.train_batch_size = train_batch_size
         self.args = args
-        self.options = StrategyOptions.from_args(args)
-        exact = self.options.exact_batches  # a run's options, which are checked: then train_batch accepts any sizes
+        self.options = options = StrategyOptions.from_args(args)
+        exact = options.exact_batches  # a run's options, which are checked: then train_batch accepts any sizes
         self.max_norm = max_norm if exact else checked_max_norm(max_norm)
         self.accumulation_steps = 1 if exact else self._accumulation_steps(comm_module.known_world())
         self.device = torch.device("cpu")
         self.comm = comm_module.found_world()
         self.layout = PlainLayout(self.comm)
         self.trained = TrainedModels()
-        self.saver = BackgroundSaver(self) if self.options.checkpoint.asynchronous else TrainingStateSaver(self)
-        self.serving = ColocatedServing(self, self.options)
-        if self.options.offload_while_generating:
-            self.serving = OffloadingServing(self, self.options, self.residency)
+        self.saver = BackgroundSaver(self) if options.checkpoint.asynchronous else TrainingStateSaver(self)
+        offloads = options.offload_while_generating
+        self.serving = OffloadingServing(self, options, self.residency) if offloads else ColocatedServing(self, options)
         self.tokenizer: Decoder | None = None  # gives gather_and_generate its text
         self.media: MediaProcessor | None = None  # for a vision-language model: the canary scores images with it
         self.global_step = 0
