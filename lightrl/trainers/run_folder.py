@@ -130,8 +130,8 @@ def open_folder(config: RunConfig, kind: str, comm: Comm) -> tuple[RunFolder, Pa
             disown(owned)
             problem = str(error)
     found = comm.all_gather_object((folder, checkpoint, problem, as_dict(config) | {"output_dir": ""}))
-    folder, checkpoint, problem, _ = found[0]
-    if problem or any(options != found[0][3] for *_, options in found):
+    folder, checkpoint, problem, options = found[0]
+    if problem or any(others != options for *_, others in found):
         raise ValueError(problem or earlier_run.different_ranks([options for *_, options in found]))
     return folder, checkpoint
 
