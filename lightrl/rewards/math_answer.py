@@ -5,15 +5,13 @@ from __future__ import annotations
 import importlib.util
 import logging
 import re
-import unicodedata
 from collections.abc import Sequence
 from dataclasses import replace
-from decimal import Decimal
-from fractions import Fraction
 from typing import Any
 
 from lightrl.records import Sample
 from lightrl.rewards.choice_letter import choice_of, stated_choice
+from lightrl.rewards.math_notation import in_latex
 from lightrl.rewards.measures import has_other_unit, split_letter, split_measure, without_unit
 from lightrl.rewards.scoring import Isolation, NoVerdictError
 from lightrl.rewards.text_match import expected_answer
@@ -25,21 +23,6 @@ _WORD = re.compile(r"(?<![\\A-Za-z{])(?!and\b)[A-Za-z]{3,}")
 # Beside a tag, or Markdown's marks of bold, italics and code, math-verify finds no number or another one.
 _OPENING_MARKS = re.compile(r"</?[A-Za-z_]{2,}>|(?:(?<=[\s(>:])|^)[*`]{1,3}(?=\S)")
 _CLOSING_MARKS = re.compile(r"(?<=[^\s^_])[*`]{1,3}(?=[\s.,;:!?)<]|$)")
-# math-verify reads LaTeX: 10\,000 as 10 times 0, 2pi as 2 times i times p, twice the root of 3 as 2, 10^-3 as 10, and
-# nothing in \boxed{73.}.
-_IN_LATEX = [
-    (re.compile(r"\\fbox(?= *\{)"), r"\\boxed"),
-    (re.compile(r"(?<=\d)\\[,;: ](?=\d{3}(?!\d))"), ""),
-    (re.compile(r"(?<![\\A-Za-z])(?<!rm{)(?<!xt{)(?<!me{)(pi|ln|log|sin|cos|tan)(?![A-Za-z])"), r"\\\1"),
-    (re.compile("\u221a *(?:\\(([^()]*)\\)|(\\d+(?:\\.\\d+)?|[A-Za-z]))"), r"\\sqrt{\1\2}"),
-    (re.compile(r"\^ *(-\d+)"), r"^{\1}"),
-    (re.compile(r"(?<![\\.{])(?<!left)(?<!right)[.,](?=\s*\})"), ""),
-    (re.compile(r"\\boxed\{ *(?:\\text\{)? *\(?([A-J])[).:] [^{}=]*\}? *\}"), r"\\boxed{\1}"),  # with its option's text
-]
-_SCIENTIFIC = re.compile(r"(?<![\w.\\])\d+(?:\.\d+)?[eE][-+]?\d{1,3}(?!\.?\w)")  # it reads 1e6 as e times 6
-# It reads 1 of 3 1/2.
-_MIXED = re.compile(r"(?<![\w.,/^_}\\)])(\d{1,6})(?: |\\ |~)+(\d+)/(\d+)(?![\w/.]*\w)")
-_VULGAR = re.compile(r"(?<![\w.,/^_}\\)])(\d{0,6}) ?([\u00bc-\u00be\u2150-\u215e])")
 _LETTERS = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{1,2}[\s.]*(?:[}$]|\\[)\]]|$)", re.MULTILINE)
 _PLAIN_NUMBER = re.compile(r"[-+]?[\d.,/]+")
 _SUFFIXES = ("st", "nd", "rd", "th", "hr", "yr", "ft", "lb", "gm", "sq", "am", "pm", "mm", "cm", "km", "kg")
@@ -183,7 +166,7 @@ def _forms_of(answer: str) -> list[str]:
     boxed = f"\\boxed{{{_without_marks(answer).strip().rstrip('.')}}}"
     if _is_marked(answer):
         return [answer]
-    return [answer, boxed] if _WORD.search(_in_latex(answer)) else [boxed, answer]
+    return [answer, boxed] if _WORD.search(in_latex(answer)) else [boxed, answer]
 
 
 def _parse_any(verifier: Any, texts: Sequence[str]) -> list[Any]:
@@ -199,27 +182,8 @@ def _is_marked(text: str) -> bool:
     return any(mark in text for mark in ("$", "\\boxed", "\\(", "\\["))
 
 
-def _in_latex(text: str) -> str:
-    for pattern, latex in _IN_LATEX:
-        text = pattern.sub(latex, text)
-    text = _VULGAR.sub(_in_one_fraction, _MIXED.sub(_in_one_fraction, text))
-    return _SCIENTIFIC.sub(lambda match: f"{Decimal(match[0]):f}", text)
-
-
-def _in_one_fraction(mixed: re.Match[str]) -> str:
-    """Returns 3 1/2 as 7/2; what is no mixed number, such as 3 5/2, as it is."""
-    parts = [int(part) for part in mixed.groups()[1:] if part.isdecimal()]
-    fraction = Fraction(unicodedata.numeric(mixed[2])).limit_denominator(10) if not parts else Fraction(0)
-    if parts and not 0 < parts[0] < parts[1]:
-        return mixed[0]
-    if parts:
-        fraction = Fraction(*parts)
-    whole = int(mixed[1] or 0) + fraction
-    return f"{whole.numerator}/{whole.denominator}"
-
-
 def _parse(verifier: Any, text: str) -> list[Any]:
-    parsed: list[Any] = verifier.parse(_in_latex(text), parsing_timeout=None, raise_on_error=True)
+    parsed: list[Any] = verifier.parse(in_latex(text), parsing_timeout=None, raise_on_error=True)
     return parsed
 
 

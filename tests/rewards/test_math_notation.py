@@ -1,0 +1,30 @@
+"""As texts; test_math_answer.py compares what math-verify makes of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightrl.rewards.math_notation import in_latex
+
+REWRITTEN = {
+    r"\fbox{5}": r"\boxed{5}",
+    r"10\,000": "10000",
+    "2pi/3": r"2\pi/3",
+    "2\u221a3": r"2\sqrt{3}",
+    "10^-3": "10^{-3}",
+    r"\boxed{73.}": r"\boxed{73}",
+    "1.6e-3": "0.0016",
+    "3 1/2": "7/2",
+    "3\u00bd": "7/2",
+    "\u2153": "1/3",
+}
+
+
+@pytest.mark.parametrize("text", REWRITTEN)
+def test_a_notation_is_written_in_latex(text: str) -> None:
+    assert in_latex(text) == REWRITTEN[text]
+
+
+@pytest.mark.parametrize("text", ["3 5/2", "31/2", r"\pi", r"\text{log}", r"\frac{1}{2}", "e6", r"\left(1,2\right)."])
+def test_other_text_stays_as_it_is(text: str) -> None:
+    assert in_latex(text) == text
