@@ -4,14 +4,31 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 
-# math-verify reads LaTeX: 10\,000 as 10 times 0, 2pi as 2 times i times p, twice the root of 3 as 2, 10^-3 as 10, and
+# math-verify reads 5 of a plain text with a minus sign of Unicode in front, and of 5 with a raised 2.
+_SYMBOLS = str.maketrans(
+    {
+        "\u2212": "-",
+        "\u00b7": "*",
+        "\u22c5": "*",
+        "\u00d7": "*",
+        "\u00f7": "/",
+        "\u221e": r"\infty ",
+        "\u2205": r"\emptyset ",
+        "\u00b0": r"^\circ ",
+    }
+)
+_RAISED = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207b]+")
+_LOWERED = re.compile("[\u2080-\u2089]+")
+_DASH = re.compile(r"(?<!\d)(?<!\d )[\u2010-\u2014](?=[\d.\\])")  # of a negative number, and not of a range
+# It reads LaTeX: 10\,000 as 10 times 0, 2pi as 2 times i times p, twice the root of 3 as 2, 10^-3 as 10, and
 # nothing in \boxed{73.}.
 _IN_LATEX = [
     (re.compile(r"\\fbox(?= *\{)"), r"\\boxed"),
-    (re.compile(r"(?<=\d)\\[,;: ](?=\d{3}(?!\d))"), ""),
+    (re.compile(r"(?<=\d)(?:\\[,;: ]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))"), ""),
     (re.compile(r"(?<![\\A-Za-z])(?<!rm{)(?<!xt{)(?<!me{)(pi|ln|log|sin|cos|tan)(?![A-Za-z])"), r"\\\1"),
     (re.compile("\u221a *(?:\\(([^()]*)\\)|(\\d+(?:\\.\\d+)?|[A-Za-z]))"), r"\\sqrt{\1\2}"),
     (re.compile(r"\^ *(-\d+)"), r"^{\1}"),
@@ -26,10 +43,20 @@ _VULGAR = re.compile(r"(?<![\w.,/^_}\\)])(\d{0,6}) ?([\u00bc-\u00be\u2150-\u215e
 
 def in_latex(text: str) -> str:
     """Rewrites the notations in a text that math-verify would misread, and nothing else."""
+    text = _LOWERED.sub(_as_index("_"), _RAISED.sub(_as_index("^"), _DASH.sub("-", text)))
     for pattern, latex in _IN_LATEX:
         text = pattern.sub(latex, text)
+    text = text.translate(_SYMBOLS)
     text = _VULGAR.sub(_in_one_fraction, _MIXED.sub(_in_one_fraction, text))
     return _SCIENTIFIC.sub(lambda match: f"{Decimal(match[0]):f}", text)
+
+
+def _as_index(mark: str) -> Callable[[re.Match[str]], str]:
+    def written(match: re.Match[str]) -> str:
+        index = unicodedata.normalize("NFKC", match[0])
+        return f"{mark}{index}" if len(index) == 1 else f"{mark}{{{index}}}"
+
+    return written
 
 
 def _in_one_fraction(mixed: re.Match[str]) -> str:

@@ -17,6 +17,15 @@ REWRITTEN = {
     "3 1/2": "7/2",
     "3\u00bd": "7/2",
     "\u2153": "1/3",
+    # Signs of Unicode.
+    "\u22125": "-5",
+    "It is \u20135.": "It is -5.",
+    "5\u00b2": "5^2",
+    "5\u00d710\u207b\u00b3": "5*10^{-3}",
+    "6\u00b73": "6*3",
+    "60\u00b0": r"60^\circ ",
+    "log\u2082 8": r"\log_2 8",
+    "1\u202f234": "1234",
 }
 
 
@@ -25,6 +34,8 @@ def test_a_notation_is_written_in_latex(text: str) -> None:
     assert in_latex(text) == REWRITTEN[text]
 
 
-@pytest.mark.parametrize("text", ["3 5/2", "31/2", r"\pi", r"\text{log}", r"\frac{1}{2}", "e6", r"\left(1,2\right)."])
+@pytest.mark.parametrize(
+    "text", ["3 5/2", "31/2", r"\pi", r"\text{log}", r"\frac{1}{2}", "e6", r"\left(1,2\right).", "3\u20135"]
+)
 def test_other_text_stays_as_it_is(text: str) -> None:
     assert in_latex(text) == text
