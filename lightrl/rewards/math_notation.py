@@ -39,6 +39,8 @@ _SCIENTIFIC = re.compile(r"(?<![\w.\\])\d+(?:\.\d+)?[eE][-+]?\d{1,3}(?!\.?\w)") 
 # It reads 1 of 3 1/2.
 _MIXED = re.compile(r"(?<![\w.,/^_}\\)])(\d{1,6})(?: |\\ |~)+(\d+)/(\d+)(?![\w/.]*\w)")
 _VULGAR = re.compile(r"(?<![\w.,/^_}\\)])(\d{0,6}) ?([\u00bc-\u00be\u2150-\u215e])")
+# It reads 0 of 0.\bar{3}.
+_REPEATING = re.compile(r"(?<![\d.])(\d{0,9})\.(\d{0,9})\\(?:overline|bar|dot) *\{(\d{1,9})\}")
 
 
 def in_latex(text: str) -> str:
@@ -46,7 +48,7 @@ def in_latex(text: str) -> str:
     text = _LOWERED.sub(_as_index("_"), _RAISED.sub(_as_index("^"), _DASH.sub("-", text)))
     for pattern, latex in _IN_LATEX:
         text = pattern.sub(latex, text)
-    text = text.translate(_SYMBOLS)
+    text = _REPEATING.sub(_as_fraction, text.translate(_SYMBOLS))
     text = _VULGAR.sub(_in_one_fraction, _MIXED.sub(_in_one_fraction, text))
     return _SCIENTIFIC.sub(lambda match: f"{Decimal(match[0]):f}", text)
 
@@ -57,6 +59,13 @@ def _as_index(mark: str) -> Callable[[re.Match[str]], str]:
         return f"{mark}{index}" if len(index) == 1 else f"{mark}{{{index}}}"
 
     return written
+
+
+def _as_fraction(repeating: re.Match[str]) -> str:
+    r"""Returns 0.1\overline{6} as 15/90, the digits with a period less those in front of it."""
+    whole, once, period = repeating.groups()
+    first, all_digits = int(whole + once or 0), int(whole + once + period)
+    return rf"\frac{{{all_digits - first}}}{{{(10 ** len(period) - 1) * 10 ** len(once)}}}"
 
 
 def _in_one_fraction(mixed: re.Match[str]) -> str:

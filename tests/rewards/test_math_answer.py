@@ -95,6 +95,10 @@ RIGHT = [
     ("0.0000001", 1e-7),
     (r"\boxed{e^{-2}}", "e^-2"),
     (r"\boxed{2e}", "2e"),
+    # Repeating decimals.
+    (r"\boxed{\frac23}", r"0.\overline{6}"),
+    (r"\boxed{1.2\overline{3}}", r"\frac{37}{30}"),
+    (r"$-0.\bar{3}$", "-1/3"),
     # With signs of Unicode.
     ("The answer is \u22125.", "-5"),
     ("The answer is \u20135.", "-5"),
@@ -130,6 +134,8 @@ WRONG = [
     ("<answer>41</answer>, not 42", "42"),
     ("<answer></answer>", "42"),
     (r"\boxed{10}", "10^-3"),
+    (r"\boxed{0}", r"0.\overline{6}"),
+    (r"\boxed{0.6}", r"0.\overline{6}"),
     ("5\u00b2", "5"),
     ("The answer is \u22125.", "5"),
     ("It is 1e6.", "1"),

@@ -17,6 +17,9 @@ REWRITTEN = {
     "3 1/2": "7/2",
     "3\u00bd": "7/2",
     "\u2153": "1/3",
+    # Repeating decimals: 16 - 1, and 6 of 9.
+    r"0.1\overline{6}": r"\frac{15}{90}",
+    r"-.\bar{6}": r"-\frac{6}{9}",
     # Signs of Unicode.
     "\u22125": "-5",
     "It is \u20135.": "It is -5.",
