@@ -104,7 +104,16 @@ def _are_equal(verifier: Any, expected: list[Any], given: list[Any]) -> bool:
     if is_same is not None:
         return is_same
     settings = {"timeout_seconds": None, "raise_on_error": True, "allow_set_relation_comp": True}  # [1,2], 1 <= x <= 2
-    return bool(verifier.verify(expected, given, **settings))
+    numbers = _of_percent(expected), _of_percent(given)
+    is_right = verifier.verify(expected, given, **settings)
+    return bool(is_right or (numbers != (expected, given) and verifier.verify(*numbers, **settings)))
+
+
+def _of_percent(parsed: list[Any]) -> list[Any]:
+    """Returns the 5.5 of a parsed 5.5 percent, which math-verify takes for the same if both are integers."""
+    parts: Any = getattr(parsed[0], "args", ()) if parsed else ()
+    is_percent = len(parts) == 2 and type(parts[1]).__name__ == "UnevaluatedExpr" and str(parts[1]) == "1/100"
+    return [parts[0]] if is_percent else parsed
 
 
 def _are_equal_with_letters(

@@ -42,6 +42,12 @@ _VULGAR = re.compile(r"(?<![\w.,/^_}\\)])(\d{0,6}) ?([\u00bc-\u00be\u2150-\u215e
 # It reads 0 of 0.\bar{3}.
 _REPEATING = re.compile(r"(?<![\d.])(\d{0,9})\.(\d{0,9})\\(?:overline|bar|dot) *\{(\d{1,9})\}")
 
+# It reads 6 of 6\frac23\%, and of 1/3\% the inverse of 3\%.
+_PERCENT = re.compile(
+    r"(?<![\w.,/^_}\\)])(?:(\d{1,6}) *)?\\[dt]?frac *(?:\{(\d{1,9})\}|(\d)) *(?:\{(\d{1,9})\}|(\d)) *(?=\\%)"
+    r"|(?<![\w.,/^_}\\)])(\d{1,9})/(\d{1,9}) *(?=\\%)"
+)
+
 
 def in_latex(text: str) -> str:
     """Rewrites the notations in a text that math-verify would misread, and nothing else."""
@@ -49,7 +55,7 @@ def in_latex(text: str) -> str:
     for pattern, latex in _IN_LATEX:
         text = pattern.sub(latex, text)
     text = _REPEATING.sub(_as_fraction, text.translate(_SYMBOLS))
-    text = _VULGAR.sub(_in_one_fraction, _MIXED.sub(_in_one_fraction, text))
+    text = _PERCENT.sub(_in_decimals, _VULGAR.sub(_in_one_fraction, _MIXED.sub(_in_one_fraction, text)))
     return _SCIENTIFIC.sub(lambda match: f"{Decimal(match[0]):f}", text)
 
 
@@ -78,3 +84,9 @@ def _in_one_fraction(mixed: re.Match[str]) -> str:
         return mixed[0]
     value = int(mixed[1] or 0) + fraction
     return f"{value.numerator}/{value.denominator}"
+
+
+def _in_decimals(percent: re.Match[str]) -> str:
+    whole, *parts = percent.groups()
+    numerator, denominator = (int(part) for part in parts if part)
+    return f"{int(whole or 0) + numerator / denominator:.12f}" if denominator else percent[0]

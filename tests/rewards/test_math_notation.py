@@ -20,6 +20,10 @@ REWRITTEN = {
     # Repeating decimals: 16 - 1, and 6 of 9.
     r"0.1\overline{6}": r"\frac{15}{90}",
     r"-.\bar{6}": r"-\frac{6}{9}",
+    # Fractions of a percent.
+    r"6\frac{2}{3}\%": r"6.666666666667\%",
+    r"\dfrac12\%": r"0.500000000000\%",
+    r"33 1/3\%": r"33.333333333333\%",
     # Signs of Unicode.
     "\u22125": "-5",
     "It is \u20135.": "It is -5.",
@@ -38,7 +42,8 @@ def test_a_notation_is_written_in_latex(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["3 5/2", "31/2", r"\pi", r"\text{log}", r"\frac{1}{2}", "e6", r"\left(1,2\right).", "3\u20135"]
+    "text",
+    ["3 5/2", "31/2", r"\pi", r"\text{log}", r"\frac{1}{2}", r"\frac{1}{0}\%", "e6", r"\left(1,2\right).", "3\u20135"],
 )
 def test_other_text_stays_as_it_is(text: str) -> None:
     assert in_latex(text) == text
