@@ -11,7 +11,7 @@ from typing import Any
 
 from lightrl.records import Sample
 from lightrl.rewards.choice_letter import choice_of, stated_choice
-from lightrl.rewards.math_notation import in_latex
+from lightrl.rewards.math_notation import in_latex, is_marked, with_marks
 from lightrl.rewards.measures import has_other_unit, split_letter, split_measure, without_unit
 from lightrl.rewards.scoring import Isolation, NoVerdictError
 from lightrl.rewards.text_match import expected_answer
@@ -127,7 +127,7 @@ def _are_equal_with_letters(
     whole_expected, whole_given = _parse_expected(strict, answer), _parse_given(strict, text)
     if not (_drops_letters(expected, whole_expected) or _drops_letters(given, whole_given)):
         return is_right
-    if not _is_marked(text) and "<answer>" not in text:  # of plain text, only the number is found
+    if not is_marked(text) and "<answer>" not in text:  # of plain text, only the number is found
         return is_right and re.search(rf"(?<![\w+*/^-]){re.escape(answer)}\W*$", text) is not None
     return _are_equal(verifier, whole_expected, whole_given)
 
@@ -155,7 +155,7 @@ class _KeepsUnits:
 def _parse_expected(verifier: Any, answer: str) -> list[Any]:
     """Parses the prompt's answer; raises ValueError if it is not mathematics, which a reward of 0 would hide."""
     plain = answer.replace("\\$", "")  # of an amount of money
-    parsed = _parse(verifier, plain if _is_marked(plain) else f"${plain.replace('**', '^')}$")
+    parsed = _parse(verifier, plain if is_marked(plain) else f"${plain.replace('**', '^')}$")
     if not parsed:
         raise ValueError(f"math-verify finds no mathematical expression in the prompt's answer {answer!r}")
     return parsed
@@ -173,7 +173,7 @@ def _parse_given(verifier: Any, text: str) -> list[Any]:
 def _forms_of(answer: str) -> list[str]:
     """Returns what to read an answer between tags as: as if it were boxed, or first as text if it has words."""
     boxed = f"\\boxed{{{_without_marks(answer).strip().rstrip('.')}}}"
-    if _is_marked(answer):
+    if is_marked(answer):
         return [answer]
     return [answer, boxed] if _WORD.search(in_latex(answer)) else [boxed, answer]
 
@@ -187,12 +187,8 @@ def _without_marks(text: str) -> str:
     return _OPENING_MARKS.sub(" ", _CLOSING_MARKS.sub("", text))
 
 
-def _is_marked(text: str) -> bool:
-    return any(mark in text for mark in ("$", "\\boxed", "\\(", "\\["))
-
-
 def _parse(verifier: Any, text: str) -> list[Any]:
-    parsed: list[Any] = verifier.parse(in_latex(text), parsing_timeout=None, raise_on_error=True)
+    parsed: list[Any] = verifier.parse(with_marks(in_latex(text)), parsing_timeout=None, raise_on_error=True)
     return parsed
 
 

@@ -29,8 +29,11 @@ _DASH = re.compile(r"(?<!\d)(?<!\d )[\u2010-\u2014](?=[\d.\\])")  # of a negativ
 _IN_LATEX = [
     (re.compile(r"\\fbox(?= *\{)"), r"\\boxed"),
     (re.compile(r"(?<=\d)(?:\\[,;: ]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))"), ""),
-    (re.compile(r"(?<![\\A-Za-z])(?<!rm{)(?<!xt{)(?<!me{)(pi|ln|log|sin|cos|tan)(?![A-Za-z])"), r"\\\1"),
-    (re.compile("\u221a *(?:\\(([^()]*)\\)|(\\d+(?:\\.\\d+)?|[A-Za-z]))"), r"\\sqrt{\1\2}"),
+    (
+        re.compile(r"(?<![\\A-Za-z])(?<!rm{)(?<!xt{)(?<!me{)(pi|ln|log|exp|(?:arc)?(?:sin|cos|tan))(?![A-Za-z])"),
+        r"\\\1",
+    ),
+    (re.compile(r"(?:\u221a|(?<![\\A-Za-z])sqrt) *(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]))"), r"\\sqrt{\1\2}"),
     (re.compile(r"\^ *(-\d+)"), r"^{\1}"),
     (re.compile(r"(?<![\\.{])(?<!left)(?<!right)[.,](?=\s*\})"), ""),
     (re.compile(r"\\boxed\{ *(?:\\text\{)? *\(?([A-J])[).:] [^{}=]*\}? *\}"), r"\\boxed{\1}"),  # with its option's text
@@ -48,6 +51,9 @@ _PERCENT = re.compile(
     r"|(?<![\w.,/^_}\\)])(\d{1,9})/(\d{1,9}) *(?=\\%)"
 )
 
+# At the end of a plain text, it reads the 2 of 2\sqrt{3}.
+_UNMARKED = re.compile(r"(?<![^\s:])(?=[^\s$]{0,200}\\[a-z])([^\s$]{1,200}?)(?=[.,;]?\s*\Z)")
+
 
 def in_latex(text: str) -> str:
     """Rewrites the notations in a text that math-verify would misread, and nothing else."""
@@ -57,6 +63,16 @@ def in_latex(text: str) -> str:
     text = _REPEATING.sub(_as_fraction, text.translate(_SYMBOLS))
     text = _PERCENT.sub(_in_decimals, _VULGAR.sub(_in_one_fraction, _MIXED.sub(_in_one_fraction, text)))
     return _SCIENTIFIC.sub(lambda match: f"{Decimal(match[0]):f}", text)
+
+
+def with_marks(text: str) -> str:
+    """Puts dollar signs around an expression in LaTeX with which a text without any other mark ends."""
+    return text if is_marked(text) else _UNMARKED.sub(r"$\1$", text)
+
+
+def is_marked(text: str) -> bool:
+    """Returns whether a text marks what is mathematics in it."""
+    return any(mark in text for mark in ("$", "\\boxed", "\\(", "\\["))
 
 
 def _as_index(mark: str) -> Callable[[re.Match[str]], str]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from lightrl.rewards.math_notation import in_latex
+from lightrl.rewards.math_notation import in_latex, with_marks
 
 REWRITTEN = {
     r"\fbox{5}": r"\boxed{5}",
     r"10\,000": "10000",
     "2pi/3": r"2\pi/3",
     "2\u221a3": r"2\sqrt{3}",
+    "2sqrt(3) + exp(2)": r"2\sqrt{3} + \exp(2)",
+    "arctan(1)": r"\arctan(1)",
     "10^-3": "10^{-3}",
     r"\boxed{73.}": r"\boxed{73}",
     "1.6e-3": "0.0016",
@@ -47,3 +49,17 @@ def test_a_notation_is_written_in_latex(text: str) -> None:
 )
 def test_other_text_stays_as_it_is(text: str) -> None:
     assert in_latex(text) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "marked"),
+    [
+        (r"It is 2\sqrt{3}.", r"It is $2\sqrt{3}$."),
+        (r"x=5\pi", r"$x=5\pi$"),
+        (r"Of $5\pi$ and 2\sqrt{3}", r"Of $5\pi$ and 2\sqrt{3}"),
+        (r"2\sqrt{3} is right", r"2\sqrt{3} is right"),
+        ("It is 5.", "It is 5."),
+    ],
+)
+def test_an_expression_at_the_end_of_a_plain_text_is_marked(text: str, marked: str) -> None:
+    assert with_marks(text) == marked
