@@ -34,11 +34,15 @@ _IN_LATEX = [
         r"\\\1",
     ),
     (re.compile(r"(?:\u221a|(?<![\\A-Za-z])sqrt) *(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]))"), r"\\sqrt{\1\2}"),
+    (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset"),
+    (re.compile(r"(?<![^\s>{(:=])(?:negative|minus) (?=\d)", re.IGNORECASE), "-"),
     (re.compile(r"\^ *(-\d+)"), r"^{\1}"),
     (re.compile(r"(?<![\\.{])(?<!left)(?<!right)[.,](?=\s*\})"), ""),
     (re.compile(r"\\boxed\{ *(?:\\text\{)? *\(?([A-J])[).:] [^{}=]*\}? *\}"), r"\\boxed{\1}"),  # with its option's text
 ]
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])\d+(?:\.\d+)?[eE][-+]?\d{1,3}(?!\.?\w)")  # it reads 1e6 as e times 6
+_LARGE = re.compile(r"(?<![\w.,/^])(\d{1,9}(?:\.\d{1,9})?) (million|billion|trillion)(?![A-Za-z])")  # it reads the 5
+_POWERS = {"million": 6, "billion": 9, "trillion": 12}
 # It reads 1 of 3 1/2.
 _MIXED = re.compile(r"(?<![\w.,/^_}\\)])(\d{1,6})(?: |\\ |~)+(\d+)/(\d+)(?![\w/.]*\w)")
 _VULGAR = re.compile(r"(?<![\w.,/^_}\\)])(\d{0,6}) ?([\u00bc-\u00be\u2150-\u215e])")
@@ -62,6 +66,7 @@ def in_latex(text: str) -> str:
         text = pattern.sub(latex, text)
     text = _REPEATING.sub(_as_fraction, text.translate(_SYMBOLS))
     text = _PERCENT.sub(_in_decimals, _VULGAR.sub(_in_one_fraction, _MIXED.sub(_in_one_fraction, text)))
+    text = _LARGE.sub(lambda match: f"{Decimal(match[1]).scaleb(_POWERS[match[2]]):f}", text)
     return _SCIENTIFIC.sub(lambda match: f"{Decimal(match[0]):f}", text)
 
 

@@ -102,6 +102,12 @@ RIGHT = [
     ("<answer>arctan(1)</answer>", r"\frac{\pi}{4}"),
     (r"It is 2\sqrt{2}.", r"\sqrt{8}"),
     (r"It is -\frac{\pi}{4}", r"-\pi/4"),
+    (r"\boxed{\emptyset}", r"\varnothing"),
+    # Words for a sign or a power of ten.
+    ("It is negative 5.", "-5"),
+    ("<answer>minus 5</answer>", "-5"),
+    ("about 2.5 million people", "2500000"),
+    ("5000000", "5 million"),
     # Repeating decimals.
     (r"\boxed{\frac23}", r"0.\overline{6}"),
     (r"\boxed{1.2\overline{3}}", r"\frac{37}{30}"),
@@ -145,6 +151,10 @@ WRONG = [
     ("<answer>5 - sqrt(2)</answer>", "5"),
     (r"It is 2\sqrt{2}.", "2"),
     (r"It is 5\pi.", "5"),
+    ("It is negative 5.", "5"),
+    ("<answer>minus 5</answer>", "5"),
+    ("5 million", "5"),
+    ("5", "5 million"),
     (r"\boxed{0}", r"0.\overline{6}"),
     (r"\boxed{0.6}", r"0.\overline{6}"),
     ("5\u00b2", "5"),

@@ -26,6 +26,12 @@ REWRITTEN = {
     r"6\frac{2}{3}\%": r"6.666666666667\%",
     r"\dfrac12\%": r"0.500000000000\%",
     r"33 1/3\%": r"33.333333333333\%",
+    r"\varnothing": r"\emptyset",
+    # Words.
+    "Minus 5": "-5",
+    "It is negative 5.": "It is -5.",
+    "5 million": "5000000",
+    "2.5 billion": "2500000000",
     # Signs of Unicode.
     "\u22125": "-5",
     "It is \u20135.": "It is -5.",
@@ -45,7 +51,18 @@ def test_a_notation_is_written_in_latex(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["3 5/2", "31/2", r"\pi", r"\text{log}", r"\frac{1}{2}", r"\frac{1}{0}\%", "e6", r"\left(1,2\right).", "3\u20135"],
+    [
+        "3 5/2",
+        "31/2",
+        r"\pi",
+        r"\text{log}",
+        r"\frac{1}{2}",
+        r"\frac{1}{0}\%",
+        "e6",
+        "a minus b",
+        r"\left(1,2\right).",
+        "3\u20135",
+    ],
 )
 def test_other_text_stays_as_it_is(text: str) -> None:
     assert in_latex(text) == text
