@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
 from typing import Any
 
 from lightrl.imports import import_extra
 from lightrl.records import Sample
+from lightrl.rewards.scoring import Isolation
+
+# Several tasks run answers as Python, by eval() or by parse_expr() of sympy, which uses it. It only computes without
+# attributes, without loops, and without calls of anything but these functions.
+_RUNS_ANSWERS = re.compile(r"\b(?:eval|parse_expr|sympify)\(")
+_FUNCTIONS = "sqrt|exp|log|ln|sin|cos|tan|sec|csc|cot|asin|acos|atan|sinh|cosh|tanh|[Aa]bs|factorial"
+_DOES_MORE = re.compile(
+    r"[#\\]|\b(?:for|lambda)\b|\.\s*[^\W\d]|[)\]}'\"]\s*\("
+    rf"|(?<![^\W\d])(?!(?:{_FUNCTIONS})\s*\()[^\W\d]\w*\s*\("
+)
 
 
 class ReasoningGym:
     """The score of the response by the task's own rule, from 0 to 1; some tasks give part of it for a close answer."""
 
+    # It runs in a process of its own: what a policy writes can keep sympy, or Python itself, busy without end.
+    isolation = Isolation(timeout_s=30.0, no_verdict_if_stopped=True)
+
     def __init__(self, *, answer_tag: str = "") -> None:
         """Sets the tag: the answer is in the last <TAG>...</TAG> of the response; an empty tag: all of the response."""
         library = import_extra("reasoning_gym", extra="reasoning-gym", needed_by="The reward reasoning_gym")
         self._find_score: Any = library.get_score_answer_fn
+        self._answer_tag = answer_tag
         self._scores: dict[str, Any] = {}  # by task
         self._tagged = re.compile(rf"<{answer_tag}>(.*?)</{answer_tag}>", re.DOTALL) if answer_tag else None
+
+    def __reduce__(self) -> Any:
+        return partial(ReasoningGym, answer_tag=self._answer_tag), ()
 
     def __call__(self, sample: Sample, /) -> float:
         fields = sample.prompt.fields
@@ -38,6 +57,8 @@ class ReasoningGym:
     @staticmethod
     def _score(scores: Callable[..., float], answer: str | None, entry: Mapping[str, Any]) -> float:
         """Scores an answer; one that the task cannot read gets 0, because several tasks raise an error for it."""
+        if answer and _DOES_MORE.search(answer) and _runs_answers(scores):
+            return 0.0
         try:
             return float(scores(answer, entry))
         except Exception:
@@ -49,3 +70,8 @@ class ReasoningGym:
             return text.strip()
         found = self._tagged.findall(text)
         return found[-1].strip() if found else None
+
+
+@lru_cache(maxsize=1024)
+def _runs_answers(scores: Callable[..., float]) -> bool:
+    return _RUNS_ANSWERS.search(inspect.getsource(scores)) is not None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,10 @@ from lightrl.records import Prompt, Sample
 pytest.importorskip("reasoning_gym")
 from reasoning_gym.factory import DATASETS
 
+from lightrl.rewards import RewardError, load_reward
 from lightrl.rewards.reasoning_gym import ReasoningGym
+from lightrl.rewards.reward_set import make_runner
+from lightrl.rewards.scoring import FailureBudget, ScoringLimits
 
 REWARD = ReasoningGym()
 # Made of other tasks, or of a file that is fetched: they need settings of their own.
@@ -82,3 +87,57 @@ def test_a_package_that_is_missing_names_its_extra(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ImportError, match=r'needs reasoning_gym: pip install "lightrl\[reasoning-gym\]"'):
         ReasoningGym()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "open({file!r}, 'w').write('')",
+        "(open)({file!r}, 'w')",
+        "[open][0]({file!r}, 'w')",
+        "1 if [open({file!r}, 'w')] else 2",
+        "Path({file!r}).touch()",
+        "open # a comment\n ({file!r}, 'w')",
+        "exec('open({file}, 0)')",
+    ],
+)
+@pytest.mark.parametrize("task", ["countdown", "n_queens", "simple_integration", "string_insertion"])
+def test_an_answer_is_not_run_as_a_program(task: str, code: str, tmp_path: Path) -> None:
+    (record, _), *_ = load_records(f"reasoning_gym:{task}?size=1")
+    file = tmp_path / "written"
+    assert REWARD(sample(record, code.format(file=str(file)))) == 0
+    assert not file.exists()
+
+
+@pytest.mark.parametrize(
+    ("task", "answer", "score"),
+    [
+        ("countdown", "int('9' + '9')", 0),  # its 9 and 9 make 18
+        ("countdown", "(9)+9", 1),
+        ("simple_integration", "x**2 + sin(x) + C", 1),
+        ("string_insertion", "['A', 'B']", 0.1),
+    ],
+)
+def test_an_answer_may_be_an_expression(task: str, answer: str, score: float) -> None:
+    metadata = {"numbers": [9, 9], "target": 99 if "int" in answer else 18}
+    entry = {"answer": "AB", "metadata": {**metadata, "variable": "x", "integrand": "2*x + cos(x)"}}
+    record = {"prompt": "", "answer": "AB", "task": task, "entry": entry}
+    assert REWARD(sample(record, answer)) == score
+
+
+def test_an_answer_that_never_ends_has_no_verdict() -> None:
+    (record, _), *_ = load_records("reasoning_gym:countdown?size=1")
+    runner = make_runner(load_reward("reasoning_gym"), limits=ScoringLimits(timeout_s=10.0), name="reasoning_gym")
+    try:
+        endless, right = runner.run(
+            [sample(record, "9**9**9**9"), sample(record, record["answer"])], budget := FailureBudget()
+        )
+    finally:
+        runner.close()
+    assert isinstance(endless, RewardError)
+    assert right == 1
+    assert len(budget.no_verdicts) == 1
+
+
+def test_its_processes_read_the_same_tag() -> None:
+    assert pickle.loads(pickle.dumps(ReasoningGym(answer_tag="answer")))._answer("<answer>2</answer>") == "2"
