@@ -36,6 +36,10 @@ class NotSetUpError(RuntimeError, AttributeError):
     """Raised when a member is used before setup_distributed() has made what it needs."""
 
 
+class NotInitializedError(ValueError, AttributeError):
+    """Raised when a strategy of the user's is used although StrategyBase.__init__() has not run."""
+
+
 def require_world(comm: Comm, name: str) -> None:
     """Raises NotSetUpError if torchrun started several ranks and this one has not joined them yet."""
     if not comm.is_distributed and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -43,7 +47,12 @@ def require_world(comm: Comm, name: str) -> None:
 
 
 def refuse_attribute(owner: Any, name: str) -> NoReturn:
-    """Raises NotSetUpError for an attribute that a class declares but nothing has set yet; else AttributeError."""
+    """Explains an attribute that is missing because a call was forgotten; raises AttributeError for any other."""
+    if "seed" not in vars(owner):  # which StrategyBase.__init__() sets first
+        raise NotInitializedError(
+            f"{type(owner).__name__} has no {name!r}, because StrategyBase.__init__() has not run. Begin "
+            f"{type(owner).__name__}.__init__(self, **settings) with super().__init__(**settings)."
+        )
     if any(name in vars(kind).get("__annotations__", ()) for kind in type(owner).__mro__):
         raise NotSetUpError(f"{type(owner).__name__} was used before setup_distributed(). Call that first.")
     raise AttributeError(f"{type(owner).__name__!r} object has no attribute {name!r}")

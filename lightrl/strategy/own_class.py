@@ -9,6 +9,7 @@ from typing import Any
 # How lightrl calls the methods that a strategy may write: values by position, then names. The weight of backward() and
 # is_boundary of optimizer_step() are left out, because lightrl keeps them to itself if prepare_model() is its own.
 _CALLS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
+    "__init__": ((), ("seed", "max_norm", "micro_train_batch_size", "train_batch_size", "args")),
     "prepare_model": (("model",), ()),
     "create_optimizer": (("model",), ("lr", "betas", "eps", "weight_decay")),
     "backward": (("loss", "model", "optimizer"), ()),
@@ -21,6 +22,8 @@ _CALLS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
     "save_ckpt": (("model", "save_dir"), ("max_num", "max_mem", "client_state")),
     "load_ckpt": (("model", "load_dir"), ("tag",)),
 }
+_REMEDY = "Change its parameters; **kwargs takes those that you do not need."
+_REMEDIES = {"__init__": "Write __init__(self, **settings) and begin it with super().__init__(**settings)."}
 
 
 def checked_class(name: str, kind: Any, base: type) -> type[Any]:
@@ -42,7 +45,7 @@ def checked_class(name: str, kind: Any, base: type) -> type[Any]:
             call = f"{method}({', '.join([*positional, *(f'{word}=...' for word in named)])})"
             raise ValueError(
                 f"{kind.__name__}.{method}{signature} of strategy {name!r} cannot be called as {call}, as lightrl "
-                f"does: {error}. Change its parameters; **kwargs takes those that you do not need."
+                f"does: {error}. {_REMEDIES.get(method, _REMEDY)}"
             ) from None
     return kind
 

@@ -27,6 +27,22 @@ class OldStep(SingleStrategy):
         return None
 
 
+class OfConfig(SingleStrategy):
+    def __init__(self, config: Any) -> None:
+        super().__init__(0, 1.0, 1, 1, config)
+
+
+class WithoutSuper(SingleStrategy):
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+
+
+class SuperLast(SingleStrategy):
+    def __init__(self, **settings: Any) -> None:
+        self.rate = self.options.lr
+        super().__init__(**settings)
+
+
 class Forgetful(SingleStrategy):
     def create_optimizer(self, model: nn.Module, **kwargs: Any) -> Any:
         super().create_optimizer(model, **kwargs)
@@ -65,6 +81,18 @@ def test_methods_that_lightrl_cannot_call_are_named() -> None:
         create_strategy(GRPOConfig(strategy=f"{__name__}:NoRate"))
     with pytest.raises(ValueError, match=r"OldStep.optimizer_step\(self.* cannot be called"):
         create_strategy(GRPOConfig(strategy=f"{__name__}:OldStep"))
+    with pytest.raises(
+        ValueError, match=r"OfConfig.__init__\(self.* as __init__\(seed=.* Write __init__\(self, \*\*set"
+    ):
+        create_strategy(GRPOConfig(strategy=f"{__name__}:OfConfig"))
+
+
+@pytest.mark.parametrize("kind", [WithoutSuper, SuperLast])
+def test_a_strategy_whose_base_is_not_initialized_is_told_so(kind: type[SingleStrategy]) -> None:
+    remedy = rf"{kind.__name__} has no 'options', because .* Begin {kind.__name__}.__init__\(self, \*\*settings\) with"
+    with pytest.raises(ValueError, match=remedy):
+        create_strategy(GRPOConfig(strategy=f"{__name__}:{kind.__name__}")).setup_distributed()
+    assert not hasattr(kind.__new__(kind), "options")  # as copy and pickle ask
 
 
 def test_the_strategies_of_lightrl_take_these_calls() -> None:
