@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,9 @@ from lightrl.config import nearest_name
 # Errors that a program prints without a traceback, or that end it silently. If a user's code raises one of them while
 # it is loaded, the message has to name the line.
 BARE = (ValueError, OSError, ImportError, SyntaxError, SystemExit)
+
+_OURS = Path(__file__).parent
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 def is_installed(package: str) -> bool:
@@ -91,6 +95,19 @@ def raise_code_fails(error: BaseException, subject: str) -> NoReturn:
     raise ImportError(
         f"{subject} cannot be loaded: {type(error).__name__} at line {line} of {file}: {reason}. {remedy}"
     ) from error
+
+
+def line_of_own_code(error: BaseException | None) -> str:
+    """Returns the line at which a user's code raised an error, in parentheses; empty for errors of lightrl itself."""
+    if error is None:
+        return ""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_relative_to(_OURS):
+            break  # and not what it called: a library
+        if path.is_absolute() and not any(path.is_relative_to(folder) for folder in _LIBRARIES):
+            return f" ({type(error).__name__} at line {frame.lineno} of {path}, in {frame.name})"
+    return line_of_own_code(error.__cause__)
 
 
 def _beside(error: BaseException, folder: Path) -> str:

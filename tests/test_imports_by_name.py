@@ -1,9 +1,10 @@
+import importlib
 import re
 from pathlib import Path
 
 import pytest
 
-from lightrl.imports import is_installed, load_object
+from lightrl.imports import is_installed, line_of_own_code, load_object
 from lightrl.rewards.reward_set import load_reward
 
 BUILTIN = {"sampler": "lightrl.data.sampler:PromptSampler"}
@@ -79,6 +80,28 @@ def test_code_that_fails_while_it_is_loaded_is_named_with_its_line(
     (tmp_path / "failing_module.py").write_text(f"\n{code}")
     with pytest.raises(ImportError, match=f"The thing 'failing_module:X' cannot be loaded: {told}"):
         load("failing_module:X")
+
+
+def test_an_error_of_a_users_code_is_located_and_one_of_lightrl_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "own_calls.py").write_text(
+        "import json\nfrom lightrl.config import GRPOConfig\n"
+        "def parse():\n    json.loads('{')\n"
+        "def wrap():\n    try:\n        parse()\n"
+        "    except ValueError as error:\n        raise OSError('x') from error\n"
+        "def configure():\n    GRPOConfig(max_steps=-1)\n"
+    )
+    for name, line in (("parse", 4), ("wrap", 9)):  # in json's code, on behalf of the user's
+        with pytest.raises((ValueError, OSError)) as caught:
+            getattr(importlib.import_module("own_calls"), name)()
+        where = rf" \((JSONDecode|OS)Error at line {line} of {tmp_path}/own_calls.py, in {name}\)"
+        assert re.fullmatch(where, line_of_own_code(caught.value))
+    with pytest.raises(ValueError, match="max_steps") as caught:
+        importlib.import_module("own_calls").configure()
+    assert line_of_own_code(caught.value) == ""
+    assert line_of_own_code(ValueError("never raised")) == ""
 
 
 def test_a_file_beside_the_users_is_told_with_the_path_to_set(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from lightrl import stall_watch
 from lightrl.checkpoint import CheckpointDirectory
 from lightrl.comm import MISTAKES, RankError
 from lightrl.config import LateMistakeError, print_user_error
+from lightrl.imports import line_of_own_code
 from lightrl.last_error import leave_error
 from lightrl.metrics import Statistics, Stopwatch
 from lightrl.process_group import rank_name
@@ -189,7 +190,8 @@ def _end_if_mistaken(error: BaseException) -> None:
     mistake = ValueError(error.mistake) if isinstance(error, RankError) and error.mistake else error
     if isinstance(mistake, MISTAKES):
         remove_empty_runs()
-        print_user_error(mistake)
+        line = line_of_own_code(error)
+        print_user_error(ValueError(f"{mistake}{line}") if line else mistake)
         let_first_rank_tidy_up()
         end_process(2)
 

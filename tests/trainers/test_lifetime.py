@@ -353,6 +353,20 @@ def test_observers_are_told_of_an_error_and_cannot_hide_it(
     assert "ZeroDivisionError: in a step" in capsys.readouterr().err
 
 
+def test_a_mistake_in_a_users_code_is_told_with_its_line(
+    tmp_path: Path, watch: lifetime.SignalWatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An error without a traceback, such as that of int("x") in a strategy of one's own, could not be found."""
+    namespace: dict[str, Any] = {}
+    exec(compile("\ndef prepare():\n    int('x')\n", str(tmp_path / "own.py"), "exec"), namespace)
+    with pytest.raises(ValueError, match="invalid literal") as caught:
+        namespace["prepare"]()
+    with pytest.raises(EndedError, match="^2$"):
+        lifetime.end_failed(caught.value, None)
+    told = capsys.readouterr().err
+    assert f"error: invalid literal for int() with base 10: 'x' (ValueError at line 3 of {tmp_path}/own.py" in told
+
+
 def test_a_mistake_on_another_rank_is_a_mistake(watch: lifetime.SignalWatch) -> None:
     error = RankError("rank 1 failed")
     error.mistake = "rank 1: there is no such file"
