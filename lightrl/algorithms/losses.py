@@ -112,9 +112,16 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 def token_loss(terms: Tensor, log_ratio: Tensor, is_clipped: Tensor, mask: Tensor) -> TokenLoss:
     """Builds a TokenLoss and sets the entries of untrained tokens to 0."""
-    ratio = torch.exp(log_ratio.detach())
-    return TokenLoss(
-        terms=torch.where(mask, terms, 0.0), ratio=torch.where(mask, ratio, 0.0), is_clipped=is_clipped & mask
+    if not terms.shape == is_clipped.shape == mask.shape:
+        raise _not_one_per_token(terms, is_clipped, mask)
+    ratio = torch.where(mask, torch.exp(log_ratio.detach()), 0.0)
+    return TokenLoss(terms=torch.where(mask, terms, 0.0), ratio=ratio, is_clipped=is_clipped & mask)
+
+
+def _not_one_per_token(terms: Tensor, is_clipped: Tensor, mask: Tensor) -> ValueError:
+    return ValueError(
+        f"token_loss() got terms of shape {[*terms.shape]} and is_clipped of {[*is_clipped.shape]} for "
+        f"{len(mask)} tokens. Give it one entry for each token; --algorithm.aggregation takes the mean."
     )
 
 

@@ -280,6 +280,8 @@ def _check_result(kind: Kind, result: object) -> None:
     is_wrong = result is None or isinstance(result, Tensor | list | float)
     if kind in ("advantage", "kl_estimator"):
         is_wrong = not (isinstance(result, Tensor) and result.shape == (2,))
+    if isinstance(result, TokenLoss) and not result.terms.requires_grad:
+        raise TypeError("its terms have no gradient. Compute them from tokens.logprobs, without detach() or no_grad().")
     if is_wrong:
         given = f"a tensor of shape {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
         raise TypeError(f"for two samples or tokens it returned {given}, and it must return {_RESULTS[kind]}.")
@@ -312,7 +314,7 @@ def _mask_of_two() -> tuple[Tensor, Tensor, int]:
 def _two_tokens() -> tuple[PolicyTokens]:
     zeros, (mask, owners, _) = torch.zeros(2), _mask_of_two()
     tokens = PolicyTokens(
-        logprobs=zeros,
+        logprobs=zeros.clone().requires_grad_(),
         old_logprobs=zeros,
         advantages=zeros,
         mask=mask,

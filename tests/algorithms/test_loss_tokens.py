@@ -58,6 +58,14 @@ def test_token_loss_clears_what_is_masked() -> None:
     assert (loss.terms.tolist(), loss.ratio.tolist(), loss.is_clipped.tolist()) == ([1, 0], [1, 0], [True, False])
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (3,)])
+def test_token_loss_takes_one_entry_per_token(shape: tuple[int, ...]) -> None:
+    mask, zeros = torch.tensor([True, False]), torch.zeros(2)
+    for terms, is_clipped in ((torch.ones(shape), mask), (zeros, torch.ones(shape).bool())):
+        with pytest.raises(ValueError, match=r"terms of shape .* for 2 tokens. Give it one entry for each token"):
+            token_loss(terms, zeros, is_clipped, mask)
+
+
 def test_mismatched_fields_are_refused() -> None:
     row = torch.zeros(2)
     fields = {"logprobs": row, "old_logprobs": row, "advantages": row, "mask": row.bool()}

@@ -66,10 +66,19 @@ def of_draws(samples: ScoredSamples, *, draws: int = 5) -> Tensor:
     return samples.scores / draws
 
 
-def without_gradient(tokens: PolicyTokens, *, weight: float = 1.0) -> TokenLoss:
+def weighted(tokens: PolicyTokens, *, weight: float = 1.0) -> TokenLoss:
     if weight < 0:
         raise ValueError(f"weight is {weight}: it must be at least 0.")
-    return token_loss(-weight * tokens.masked_advantages, tokens.log_ratio, ~tokens.mask, tokens.mask)
+    terms = -weight * tokens.masked_advantages * tokens.log_ratio.exp()
+    return token_loss(terms, tokens.log_ratio, ~tokens.mask, tokens.mask)
+
+
+def detached(tokens: PolicyTokens) -> TokenLoss:
+    return token_loss(-tokens.masked_advantages, tokens.log_ratio, ~tokens.mask, tokens.mask)
+
+
+def averaged(tokens: PolicyTokens) -> TokenLoss:
+    return token_loss(-tokens.log_ratio.exp().mean(), tokens.log_ratio, ~tokens.mask, tokens.mask)
 
 
 def least_likely(tokens: UpdateTokens, *, fraction: float = 0.5) -> Tensor:
@@ -255,7 +264,7 @@ def loss_of(**algorithm: Any) -> float:
 
 def test_own_losses_aggregations_and_corrections_act() -> None:
     assert loss_of() == pytest.approx(-7 / 3)
-    assert loss_of(loss=HERE + "without_gradient", loss_args=("weight=3",)) == pytest.approx(-7)
+    assert loss_of(loss=HERE + "weighted", loss_args=("weight=3",)) == pytest.approx(-7)
     assert loss_of(aggregation=HERE + "half") == pytest.approx(-14 / 3)
     assert loss_of(correction=HERE + "doubled") == pytest.approx(-14 / 3)
 
@@ -278,9 +287,17 @@ def test_own_losses_select_tokens() -> None:
 @pytest.mark.parametrize(
     ("algorithm", "text"),
     [
-        ({"loss": HERE + "without_gradient", "loss_args": ("weight=-1",)}, "--algorithm.loss_args: weight is -1"),
-        ({"loss": HERE + "without_gradient", "loss_args": ("height=1",)}, "has no parameter height. It has weight"),
-        ({"loss": HERE + "without_gradient", "clip_low": 0.1}, "has no parameter clip_low. It has weight"),
+        ({"loss": HERE + "weighted", "loss_args": ("weight=-1",)}, "--algorithm.loss_args: weight is -1"),
+        ({"loss": HERE + "weighted", "loss_args": ("height=1",)}, "has no parameter height. It has weight"),
+        ({"loss": HERE + "weighted", "clip_low": 0.1}, "has no parameter clip_low. It has weight"),
+        (
+            {"loss": HERE + "detached"},
+            "--algorithm.loss .*detached: its terms have no gradient. Compute them from tokens.l",
+        ),
+        (
+            {"loss": HERE + "averaged"},
+            r"--algorithm.loss .*averaged: token_loss\(\) got terms of shape \[\] .* for 2 tok",
+        ),
         ({"aggregation": HERE + "half", "aggregation_args": ("part=x",)}, "--algorithm.aggregation_args: "),
         ({"correction": HERE + "doubled", "correction_args": ("by=x",)}, "--algorithm.correction_args: "),
         ({"advantage": HERE + "unmarked", "advantage_args": ("factor=x",)}, "--algorithm.advantage_args: "),
