@@ -89,6 +89,8 @@ class EnvironmentWorkflow(Workflow):
         self._arguments = arguments
         self._has_shown_close_error = False
         trial = self._new_environment()  # a wrong argument shows here, before anything expensive
+        _check_call(trial, "reset", "data")
+        _check_call(trial, "step", "action")
         try:
             run_to_its_end(_closed(trial))
         except Exception:  # it may not expect to be closed before reset()
@@ -275,6 +277,21 @@ def check_arguments(what: str, made: Callable[..., Any], arguments: Mapping[str,
     check_types(signature, arguments)
     if getattr(made, "__module__", "").startswith("lightrl."):  # others may take a number for a text
         _check_texts(signature, arguments)
+
+
+def _check_call(environment: Environment, method: str, argument: str) -> None:
+    """Raises ValueError if a method of an environment does not take its one argument."""
+    try:
+        signature = inspect.signature(getattr(environment, method))
+    except ValueError:  # methods of compiled modules may have none
+        return
+    try:
+        signature.bind(argument)
+    except TypeError as error:
+        name = f"{type(environment).__name__}.{method}"
+        raise ValueError(
+            f"The environment's {name}{signature} cannot be called as {method}({argument}): {error}."
+        ) from None
 
 
 def check_types(signature: inspect.Signature, arguments: Mapping[str, Any]) -> None:

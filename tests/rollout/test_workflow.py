@@ -48,6 +48,19 @@ class NoEnvironment:
     """Has neither reset nor step."""
 
 
+class WithoutData:
+    def reset(self) -> str:
+        return ""
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        return "", 0.0, True
+
+
+class WithInfo(Count):
+    def step(self, action: str, info: str) -> tuple[str, float, bool]:  # type: ignore[override]
+        return "", 0.0, True
+
+
 class Blocking(Workflow):
     def arun_episode(self, engine: Any, data: Any) -> Any:
         return None
@@ -292,6 +305,14 @@ def load(**options: Any) -> Workflow:
         (
             {"workflow": "environment", "workflow_args": (f"environment={HERE}NoEnvironment",)},
             r"has no reset\(data\) and step\(action\)",
+        ),
+        (
+            {"workflow": "environment", "workflow_args": (f"environment={HERE}WithoutData",)},
+            r"environment's WithoutData.reset\(\) -> .* cannot be called as reset\(data\): too many positional",
+        ),
+        (
+            {"workflow": "environment", "workflow_args": (f"environment={HERE}WithInfo", "length=1")},
+            r"WithInfo.step\(action: .* cannot be called as step\(action\): missing a required argument: 'info'",
         ),
         ({"workflow": "environment", "workflow_args": ("environment",)}, "it must be name=value"),
         (
