@@ -3,6 +3,22 @@
 from __future__ import annotations
 
 import re
+from typing import Protocol
+
+
+class _Profiled(Protocol):
+    profile: str
+    max_steps: int
+
+
+def check_profile(config: _Profiled) -> None:
+    """Raises ValueError if --profile names no steps, or only steps after the last one."""
+    steps = profiled_steps(config.profile)
+    last = config.max_steps
+    if steps and last and steps[0] > last:  # max_steps 0: the data decide, which are not known yet
+        raise ValueError(
+            f"--profile {config.profile} begins after the last step, --max_steps {last}. Give steps from 1 to {last}."
+        )
 
 
 def profiled_steps(text: str) -> range:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Literal
 
 from lightrl.config.options import check_needed, named_values, option
-from lightrl.config.profile_option import profiled_steps
+from lightrl.config.profile_option import check_profile
 from lightrl.config.sharing import check_sharing
 
 # ---- Algorithm ---------------------------------------------------------------------------------------------------
@@ -429,7 +429,7 @@ class ProfileConfig:
 
     __slots__ = ()
 
-    profile: str = option("", resume="free", check=lambda config: profiled_steps(config.profile))
+    profile: str = option("", resume="free", check=check_profile)
     """Record where the time goes, in profile/ of the run's folder: timeline for the phases of every rank in
     timeline.json, or a step (3) or steps (3-5) for a trace of torch's profiler too, and on a GPU a snapshot of its
     memory. https://ui.perfetto.dev opens these traces. Empty: nothing."""

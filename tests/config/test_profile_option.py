@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightrl.config import GRPOConfig
+from lightrl.config import GRPOConfig, SFTConfig
 from lightrl.config.profile_option import profiled_steps
 
 
@@ -16,3 +16,10 @@ def test_steps_count_from_1() -> None:
 def test_anything_else_is_a_mistake(text: str) -> None:
     with pytest.raises(ValueError, match="--profile is .* give a step such as 3"):
         GRPOConfig(profile=text)
+
+
+def test_steps_after_the_last_one_are_a_mistake() -> None:
+    with pytest.raises(ValueError, match="--profile 4-5 begins after the last step, --max_steps 3. Give steps from 1"):
+        GRPOConfig(profile="4-5", max_steps=3)
+    for text, last in (("3-5", 3), ("timeline", 3), ("4", 0)):
+        assert SFTConfig(profile=text, max_steps=last).profile == text
