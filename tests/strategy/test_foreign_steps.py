@@ -57,9 +57,13 @@ def test_a_skipped_update_does_not_count_in_the_schedule() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     strategy.prepare((model, optimizer, schedule))
+    strategy.backward(model(torch.ones(1, 1)).sum(), model, optimizer)
+    assert not strategy.optimizer_step(optimizer, model, None).skipped
+    strategy.step_lr_scheduler(model)
+    assert optimizer.param_groups[0]["lr"] == 0.5
     strategy.backward(model(torch.full((1, 1), float("nan"))).sum(), model, optimizer)
     assert strategy.optimizer_step(optimizer, model, None).skipped
     strategy.step_lr_scheduler(model)
-    assert optimizer.param_groups[0]["lr"] == 1.0
-    strategy.step_lr_scheduler(model)
     assert optimizer.param_groups[0]["lr"] == 0.5
+    strategy.step_lr_scheduler(model)
+    assert optimizer.param_groups[0]["lr"] == 0.25

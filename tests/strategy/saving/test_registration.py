@@ -41,7 +41,7 @@ def update(chosen: SingleStrategy, trained: Trained) -> list[float]:
     model, optimizer, scheduler = trained
     chosen.backward(model(torch.ones(1, 2)).square().sum(), model, optimizer)
     chosen.optimizer_step(optimizer, model, scheduler)
-    return [float(value) for parameter in model.parameters() for value in parameter.flatten()]
+    return [value for parameter in model.parameters() for value in parameter.detach().flatten().tolist()]
 
 
 def test_a_model_that_was_prepared_alone_is_saved_with_what_updates_it(tmp_path: Path) -> None:
@@ -88,9 +88,9 @@ def test_a_module_inside_or_around_the_prepared_one_stands_for_it(given: str, tm
 def test_what_has_no_known_optimizer_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     chosen = strategy()
     head, _, _ = chosen.prepare(start(Wrapped(has_head=True)))
-    torn, _, _ = trained = chosen.prepare(start(nn.Linear(2, 1)))
+    torn, _, _ = chosen.prepare(start(nn.Linear(2, 1)))
     second = Adam(torn.parameters(), lr=0.1)
-    update(chosen, (torn, second, trained[2]))
+    update(chosen, (torn, second, StepLR(second, 2, 0.5)))
     both = nn.ModuleList([head, nn.Linear(1, 1)])
     for model, text in (
         (nn.Linear(1, 1), r"This Linear has trainable parameters, but no optimizer .* Pass \(model, optimizer, sched"),
