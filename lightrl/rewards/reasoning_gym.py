@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from ast import literal_eval
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from typing import Any
@@ -12,12 +13,12 @@ from lightrl.imports import import_extra
 from lightrl.records import Sample
 from lightrl.rewards.scoring import Isolation
 
-# Several tasks run answers as Python, by eval() or by parse_expr() of sympy, which uses it. It only computes without
-# attributes, without loops, and without calls of anything but these functions.
-_RUNS_ANSWERS = re.compile(r"\b(?:eval|parse_expr|sympify)\(")
+# Several tasks run answers as Python, by eval() or by parse_expr() of sympy, which uses it. An answer only computes if
+# it has no attribute, loop, assignment or text, which sympy's functions run, and calls nothing but these functions.
+_RUNS_ANSWERS = re.compile(r"\b(eval|parse_expr|sympify)\(")
 _FUNCTIONS = "sqrt|exp|log|ln|sin|cos|tan|sec|csc|cot|asin|acos|atan|sinh|cosh|tanh|[Aa]bs|factorial"
 _DOES_MORE = re.compile(
-    r"[#\\]|\b(?:for|lambda)\b|\.\s*[^\W\d]|[)\]}'\"]\s*\("
+    r"[#\\'\"]|:=|__|\b(?:for|lambda)\b|\.\s*[^\W\d]|[)\]}]\s*\("
     rf"|(?<![^\W\d])(?!(?:{_FUNCTIONS})\s*\()[^\W\d]\w*\s*\("
 )
 
@@ -57,7 +58,7 @@ class ReasoningGym:
     @staticmethod
     def _score(scores: Callable[..., float], answer: str | None, entry: Mapping[str, Any]) -> float:
         """Scores an answer; one that the task cannot read gets 0, because several tasks raise an error for it."""
-        if answer and _DOES_MORE.search(answer) and _runs_answers(scores):
+        if answer and not _is_safe(answer, scores):
             return 0.0
         try:
             return float(scores(answer, entry))
@@ -72,6 +73,22 @@ class ReasoningGym:
         return found[-1].strip() if found else None
 
 
+def _is_safe(answer: str, scores: Callable[..., float]) -> bool:
+    """Returns whether the task runs nothing of an answer but a computation."""
+    if not _DOES_MORE.search(answer):
+        return True
+    evaluators = _evaluators_of(scores)
+    return not evaluators or (evaluators == {"eval"} and _is_literal(answer))  # sympy would run the text in a literal
+
+
+def _is_literal(answer: str) -> bool:
+    try:
+        literal_eval(answer)
+    except Exception:  # also RecursionError and MemoryError
+        return False
+    return True
+
+
 @lru_cache(maxsize=1024)
-def _runs_answers(scores: Callable[..., float]) -> bool:
-    return _RUNS_ANSWERS.search(inspect.getsource(scores)) is not None
+def _evaluators_of(scores: Callable[..., float]) -> set[str]:
+    return set(_RUNS_ANSWERS.findall(inspect.getsource(scores)))

@@ -99,6 +99,9 @@ def test_a_package_that_is_missing_names_its_extra(monkeypatch: pytest.MonkeyPat
         "Path({file!r}).touch()",
         "open # a comment\n ({file!r}, 'w')",
         "exec('open({file}, 0)')",
+        "[(exp := open), exp({file!r}, 'w')]",
+        "sin('op' + 'en%c{file!r}, %cw%c)' % (40, 39, 39))",  # sympy's functions read a text by eval()
+        "\"open({file!r}, 'w')\"",  # a text, which sympy runs
     ],
 )
 @pytest.mark.parametrize("task", ["countdown", "n_queens", "simple_integration", "string_insertion"])
