@@ -93,7 +93,8 @@ def test_a_full_disk_is_one_sentence_and_what_was_written_stays(toy_flags: list[
     flags = [*toy_flags, *ENDLESS, "--checkpoint.every", "1"]
     code, output = run_to_its_end(flags, tmp_path / "run", SIGNALLED="0 2 FULL 0")
     assert (code, "Traceback" in output) == (1, False), output
-    assert "error: the disk takes no more (No space left on device): what was written before is kept; the" in output
+    full = f"error: the disk takes no more (No space left on device) for {tmp_path / 'run' / 'metrics.jsonl'}: what was"
+    assert full in output, output
     assert "continues from step-000001" in output
 
 
