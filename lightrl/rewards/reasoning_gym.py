@@ -84,7 +84,7 @@ def _is_safe(answer: str, scores: Callable[..., float]) -> bool:
 def _is_literal(answer: str) -> bool:
     try:
         literal_eval(answer)
-    except Exception:  # also RecursionError and MemoryError
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return False
     return True
 

@@ -203,7 +203,7 @@ def test_bfloat16_on_two_ranks_differs_by_the_packs_alone(tmp_path: Path, name: 
     """With the packs of one process, two ranks differ from it by the sums of gradients alone, which are in float32."""
     for world in (1, 2):
         run_spmd(ROUNDING, str(tmp_path), "--strategy", name, world_size=world)
-    one, two = (torch.load(tmp_path / f"{world}.pt") for world in (1, 2))
+    one, two = (torch.load(tmp_path / f"{world}.pt", weights_only=True) for world in (1, 2))
     for size, update in one.items():
         assert (two[size] - update).norm() < 1e-6 * update.norm()
     assert (one[3] - one[6]).norm() > 3e-4 * one[3].norm()  # it was bfloat16: other packs are rounded otherwise
