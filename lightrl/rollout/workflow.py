@@ -89,8 +89,8 @@ class EnvironmentWorkflow(Workflow):
         self._arguments = arguments
         self._has_shown_close_error = False
         trial = self._new_environment()  # a wrong argument shows here, before anything expensive
-        _check_call(trial, "reset", "data")
-        _check_call(trial, "step", "action")
+        _check_call("environment", trial, "reset", "data")
+        _check_call("environment", trial, "step", "action")
         try:
             run_to_its_end(_closed(trial))
         except Exception:  # it may not expect to be closed before reset()
@@ -261,7 +261,9 @@ def load_workflow(config: WorkflowConfig) -> Workflow:
         )
     arguments = named_values(config.workflow_args, "rollout.workflow_args")
     check_arguments(f"workflow {config.workflow!r}", found, arguments)
-    return found(**arguments)
+    workflow = found(**arguments)
+    _check_call("workflow", workflow, "arun_episode", "engine", "data")
+    return workflow
 
 
 def check_arguments(what: str, made: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
@@ -279,19 +281,18 @@ def check_arguments(what: str, made: Callable[..., Any], arguments: Mapping[str,
         _check_texts(signature, arguments)
 
 
-def _check_call(environment: Environment, method: str, argument: str) -> None:
-    """Raises ValueError if a method of an environment does not take its one argument."""
+def _check_call(what: str, made: Any, method: str, *arguments: str) -> None:
+    """Raises ValueError if a method of a user's object does not take these arguments."""
     try:
-        signature = inspect.signature(getattr(environment, method))
+        signature = inspect.signature(getattr(made, method))
     except ValueError:  # methods of compiled modules may have none
         return
     try:
-        signature.bind(argument)
+        signature.bind(*arguments)
     except TypeError as error:
-        name = f"{type(environment).__name__}.{method}"
-        raise ValueError(
-            f"The environment's {name}{signature} cannot be called as {method}({argument}): {error}."
-        ) from None
+        name = f"{type(made).__name__}.{method}"
+        call = f"{method}({', '.join(arguments)})"
+        raise ValueError(f"The {what}'s {name}{signature} cannot be called as {call}: {error}.") from None
 
 
 def check_types(signature: inspect.Signature, arguments: Mapping[str, Any]) -> None:

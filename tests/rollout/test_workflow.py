@@ -61,6 +61,11 @@ class WithInfo(Count):
         return "", 0.0, True
 
 
+class WithoutEngine(Workflow):
+    async def arun_episode(self, data: Prompt) -> Any:  # type: ignore[override]
+        raise AssertionError(data)
+
+
 class Blocking(Workflow):
     def arun_episode(self, engine: Any, data: Any) -> Any:
         return None
@@ -301,6 +306,10 @@ def load(**options: Any) -> Workflow:
         ({"workflow": f"{HERE}Count"}, "is no subclass of lightrl.Workflow"),
         ({"workflow": f"{HERE}Abstract"}, r"does not implement arun_episode\(engine, data\)"),
         ({"workflow": f"{HERE}Blocking"}, "is not async: write `async def arun_episode`"),
+        (
+            {"workflow": f"{HERE}WithoutEngine"},
+            r"WithoutEngine.arun_episode\(data.*\) -> .* cannot be called as arun_episode\(engine, data\): too",
+        ),
         ({"workflow": "environment"}, "missing a required argument: 'environment'"),
         (
             {"workflow": "environment", "workflow_args": (f"environment={HERE}NoEnvironment",)},
