@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import sysconfig
@@ -95,6 +96,12 @@ def raise_code_fails(error: BaseException, subject: str) -> NoReturn:
     raise ImportError(
         f"{subject} cannot be loaded: {type(error).__name__} at line {line} of {file}: {reason}. {remedy}"
     ) from error
+
+
+def place_of(function: Any) -> str:
+    """Returns the file and line at which a user's function is written, for an error message; empty if unknown."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return "" if code is None else f", at line {code.co_firstlineno} of {code.co_filename}"
 
 
 def line_of_own_code(error: BaseException | None) -> str:

@@ -16,7 +16,7 @@ from lightrl.models.chat_text import render
 from lightrl.models.multimodal import MediaProcessor
 from lightrl.records import Prompt
 from lightrl.rollout.driver import EpisodeDriver
-from lightrl.rollout.episode import Episode, Turn, require_ids
+from lightrl.rollout.episode import Episode, Turn, as_ids
 from lightrl.rollout.foreign_requests import LLMResponse, answer_request
 from lightrl.rollout.observations import images_of, num_tokens, require_images, shown_in
 from lightrl.rollout.siblings import Siblings
@@ -138,7 +138,7 @@ class EngineClient:
             adapter: Who speaks: the policy, "base" for the model without adapters, or a name of --lora.others. Only a
                 turn of the policy can be trained on; pass the token_ids of others to Episode.hear().
         """
-        require_ids(ids, "generate()")
+        as_ids(ids, "generate()")
         room = self.room(ids)
         if room < 1:
             raise ValueError(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from inspect import isawaitable
 from itertools import accumulate
+from operator import index
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,6 +17,8 @@ from lightrl.rollout.branches import branch_indices
 from lightrl.rollout.observations import SeenIds, images_of, token_counts
 
 T = TypeVar("T")
+
+_LONGEST = 80  # characters of a wrong value in an error message
 
 _TAKEN = ("turns", "failed", "filtered", "failed_share")  # metrics episode/... of describe_episodes()
 
@@ -41,8 +45,7 @@ class Episode:
     """
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
-        require_ids(prompt_ids, "Episode()")
-        self.prompt_ids = tuple(prompt_ids)
+        self.prompt_ids = as_ids(prompt_ids, "Episode()")
         self.images = list(images_of(prompt_ids))  # seen so far, besides those of the data set's prompt
         self.response_ids: list[int] = []
         self.turns: list[int] = []  # index in response_ids at which each turn of the policy begins
@@ -74,6 +77,11 @@ class Episode:
 
     def say(self, turn: Turn, *, trained: bool = True) -> None:
         """Adds a turn of the policy. Its tokens are trained on, or with trained=False only read and scored."""
+        if not isinstance(turn, Turn):
+            raise ValueError(
+                f"say() takes the Turn that `await engine.generate(episode.ids)` returns, not {shown(turn)}. What "
+                "the policy did not say goes to hear(), as tokens."
+            )
         if trained and not turn.is_trainable:
             raise ValueError(
                 "A turn of another temperature than the run's, or of another adapter than the policy's, cannot be "
@@ -94,10 +102,10 @@ class Episode:
 
     def hear(self, token_ids: Sequence[int]) -> None:
         """Adds tokens of a tool, a user or an environment and the images among them; they are read, not trained on."""
-        require_ids(token_ids, "hear()")
+        ids = as_ids(token_ids, "hear()")
         self.images += images_of(token_ids)
         version = self._versions[-1] if self._versions else 0
-        self._add(token_ids, False, (0.0,) * len(token_ids), (version,) * len(token_ids))
+        self._add(ids, False, (0.0,) * len(ids), (version,) * len(ids))
         self._only_text = None
 
     def end_at_max_turns(self) -> None:
@@ -150,6 +158,12 @@ class Episode:
             raise ValueError(f"episode/{name} is a metric of the run itself: count under another name.")
         self.numbers[name] = self.numbers.get(name, 0.0) + amount
 
+    def require_rewards(self) -> None:
+        """Raises ValueError if a reward is no number, such as a coroutine without its await."""
+        for reward in (self.reward, *self.turn_rewards):
+            if reward is not None:
+                _number(reward)
+
     def sample(self, prompt: Prompt, position: int, sample_index: int, tokenizer: Any) -> Sample:
         """Returns the episode as a Sample; its numbers become Python's, as checkpoints hold no others."""
         counts = self._counts()
@@ -194,13 +208,19 @@ def episode_of_several(episodes: Sequence[Episode]) -> Episode:
     return first
 
 
-def require_ids(given: Any, what: str) -> None:
-    """Raises ValueError for a text, whose characters would otherwise be taken for tokens."""
+def as_ids(given: Any, what: str) -> tuple[int, ...]:
+    """Returns ids of tokens as Python's integers; raises ValueError for a text and for anything else that is none."""
     if isinstance(given, str | bytes):
         raise ValueError(
             f"{what} takes the ids of tokens, not the text {given[:40]!r}. engine.encode(text) gives those of a text, "
             "engine.encode_reply(text, after=turn) those of a message."
         )
+    try:
+        return tuple(map(index, given))
+    except TypeError as error:
+        raise ValueError(
+            f"{what} takes the ids of tokens, one sequence of integers, not {shown(given)}: {error}."
+        ) from None
 
 
 def _repeated(values: Sequence[T], counts: Sequence[int]) -> tuple[T, ...]:
@@ -213,7 +233,18 @@ def _repeated(values: Sequence[T], counts: Sequence[int]) -> tuple[T, ...]:
 def _number(reward: Any) -> float:
     if isinstance(reward, str | bytes):
         raise ValueError(f"The reward of an episode is the text {reward!r}. It must be a number.")
-    return float(reward)
+    try:
+        return float(reward)
+    except (TypeError, ValueError, RuntimeError):  # the last of a tensor of several numbers
+        raise ValueError(f"The reward of an episode is {shown(reward)}. It must be a number.") from None
+
+
+def shown(given: Any) -> str:
+    """Returns a wrong value for an error message, with what is missing before a coroutine."""
+    if isawaitable(given):
+        return f"{given!r}: write `await` before the call"
+    text = repr(given)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _other_tokens(given: tuple[int, ...], own: tuple[int, ...]) -> ValueError:

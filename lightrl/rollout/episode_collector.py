@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from lightrl.comm import enter_episode
 from lightrl.config import RolloutConfig
 from lightrl.engines.base import SamplingParams
+from lightrl.imports import place_of
 from lightrl.metrics import Statistics
 from lightrl.models.multimodal import MediaProcessor
 from lightrl.records import Prompt, Sample, Status
@@ -192,16 +193,20 @@ class EpisodeCollector(EpisodeScorer, Collector):
             siblings=siblings,
             media=self._media,
         )
+        workflow, returned = self.workflow_of(job), False
         enter_episode()
         began = time.monotonic()
         try:
-            made = await _in_time(without_exit(self.workflow_of(job).arun_episode(client, job.prompt)), self._timeout_s)
+            made = await _in_time(without_exit(workflow.arun_episode(client, job.prompt)), self._timeout_s)
+            returned = True
             return _as_episode(made, client, job.prompt)
         except (Exception, asyncio.CancelledError) as error:  # the latter of a task that the workflow awaited
             details = traceback.format_exc()
             is_timeout = isinstance(error, (TimeoutError, asyncio.TimeoutError))  # one class since Python 3.11
             if is_timeout and 0 < self._timeout_s <= time.monotonic() - began:
                 details += f"No result after {self._timeout_s:g} s, the time limit (--rollout.episode_timeout_s).\n"
+            if returned:
+                details += f"{type(workflow).__name__}.arun_episode returned it{place_of(workflow.arun_episode)}.\n"
             return EpisodeFailure(details)
         finally:
             await siblings.leave()
@@ -266,6 +271,7 @@ def _as_episode(made: Any, client: EngineClient, prompt: Prompt) -> Episode | No
     if made is None:
         return None
     several = made if isinstance(made, list | tuple) else [made]
+    _require_kinds(made, several)
     episodes = [item if isinstance(item, Episode) else episode_of_tensors(item, client.turns) for item in several]
     if client.placeholder_ids:
         others = [item for item in episodes if _num_places(item.ids, client.placeholder_ids) != len(item.images)]
@@ -273,6 +279,7 @@ def _as_episode(made: Any, client: EngineClient, prompt: Prompt) -> Episode | No
             _require_media(others, prompt)
         _require_images(others, prompt, client.placeholder_ids)
     for item in episodes:
+        item.require_rewards()
         item.drop_pictures()
     episode = episode_of_several(episodes)
     if client.has_rewarded:
@@ -282,6 +289,18 @@ def _as_episode(made: Any, client: EngineClient, prompt: Prompt) -> Episode | No
             )
         episode.is_scored = True
     return episode
+
+
+def _require_kinds(made: Any, several: Sequence[Any]) -> None:
+    """Raises ValueError if a workflow returned anything but episodes and dicts, such as (episode, reward)."""
+    if all(isinstance(item, Episode) or hasattr(item, "keys") for item in several):
+        return
+    types = ", ".join(type(item).__name__ for item in several)
+    given = f"a {type(made).__name__} of {types}" if several is made else repr(made)
+    raise ValueError(
+        f"arun_episode returned {given}. It must return an Episode, a list of them, a dict of tensors or None. The "
+        "reward of an Episode is its own: set episode.reward."
+    )
 
 
 def _require_media(episodes: Sequence[Episode], prompt: Prompt) -> None:

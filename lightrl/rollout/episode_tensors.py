@@ -45,16 +45,16 @@ def episode_of_tensors(tensors: Mapping[str, Any], turns: Sequence[Turn] = ()) -
 
 
 def _rows(tensors: Mapping[str, Any]) -> dict[str, list[Any]]:
-    if not hasattr(tensors, "keys"):
-        raise ValueError(
-            f"arun_episode returned {tensors!r}. It must return an Episode, a list of them, a dict or None."
-        )
     missing = sorted({"input_ids", "loss_mask", "rewards"} - set(tensors.keys()))
     if missing:
         raise ValueError(
             f"An episode as a dict has no {', '.join(missing)}. It has {', '.join(sorted(tensors.keys()))}."
         )
     present = {name: tensors[name] for name in _ROWS if name in tensors.keys()}  # noqa: SIM118  (TensorDict)
+    no_tensors = sorted(name for name in (*present, "rewards") if not hasattr(tensors[name], "reshape"))
+    if no_tensors:
+        name = no_tensors[0]
+        raise ValueError(f"An episode as a dict has {name} of the type {type(tensors[name]).__name__}: give a tensor.")
     shapes = {name: list(tensor.shape) for name, tensor in present.items()}
     length = tensors["input_ids"].shape[-1]
     if any(shape not in ([1, length], [length]) for shape in shapes.values()):

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from lightrl.builtin.model import builtin_tokenizer
 from lightrl.records import FinishReason, Prompt
@@ -51,10 +52,55 @@ def test_a_text_is_not_taken_for_tokens() -> None:
         Episode("1+2=")  # type: ignore[arg-type]
 
 
-def test_a_reward_that_is_a_text_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ([2, 1.5], r"not \[2, 1.5\]: 'float' object cannot be interpreted as an integer"),
+        ([[2, 3]], r"one sequence of integers, not \[\[2, 3\]\]"),
+        ({"input_ids": [2]}, r"not \{'input_ids': \[2\]\}"),
+        (None, "not None"),
+        ([0.5] * 1000, r"\.\.\.: 'float'"),
+    ],
+)
+def test_ids_are_integers_in_one_sequence(given: Any, text: str) -> None:
+    for take in (Episode, Episode([2]).hear):
+        with pytest.raises(ValueError, match=text):
+            take(given)
+
+
+def test_integers_of_other_libraries_become_pythons() -> None:
+    episode = Episode(np.array([2, 3]))
+    episode.hear(torch.tensor([4, 5]))  # type: ignore[arg-type]
+    assert episode.prompt_ids == (2, 3)
+    assert [type(token) for token in (*episode.prompt_ids, *episode.response_ids)] == [int] * 4
+
+
+def test_only_a_turn_is_said() -> None:
+    async def generate() -> Turn:
+        return turn(5)
+
+    forgotten = generate()
+    with pytest.raises(ValueError, match="not <coroutine object .*generate.*: write `await` before the call"):
+        Episode([2]).say(forgotten)  # type: ignore[arg-type]
+    forgotten.close()
+    with pytest.raises(ValueError, match=r"say\(\) takes the Turn that `await engine.generate.*, not '12'"):
+        Episode([2]).say("12")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("reward", "text"),
+    [
+        ("1", "is the text '1'"),
+        ([1.0], r"is \[1.0\]. It must be a number"),
+        (torch.ones(2), r"is tensor\(\[1., 1.\]\)"),
+    ],
+)
+def test_a_reward_is_a_number(reward: Any, text: str) -> None:
     episode = Episode([2])
-    episode.reward = "1"  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="reward of an episode is the text '1'"):
+    episode.reward = reward
+    with pytest.raises(ValueError, match=text):
+        episode.require_rewards()
+    with pytest.raises(ValueError, match=text):
         episode.sample(Prompt(index=0, text="", token_ids=(2,)), 0, 0, builtin_tokenizer())
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from episode_program import LIMITS, collector_of, prompts_of, row, start
 from episodes import OneTurn
 
@@ -276,6 +277,40 @@ def test_an_episode_of_training_may_end_while_an_evaluation_has_siblings_at_its_
     with strategy.serving.session() as engine:
         run_episodes(collector.play(EpisodeDriver(engine, strategy.serving.group), job))
     assert (training, evaluation) == ({}, {0: others})
+
+
+class Returns(Workflow):
+    def __init__(self, given: Any) -> None:
+        self.given = given
+
+    async def arun_episode(self, engine: Any, data: Prompt) -> Any:
+        return self.given
+
+
+def rewarded(reward: Any) -> Episode:
+    episode = Episode([2])
+    episode.reward = reward
+    return episode
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (1.0, "arun_episode returned 1.0. It must return an Episode, a list of them, a dict of tensors or None"),
+        ((rewarded(1.0), 1.0), "arun_episode returned a tuple of Episode, float. It must return .* set episode.reward"),
+        ({"rewards": torch.ones(1)}, "An episode as a dict has no input_ids, loss_mask"),
+        (rewarded("1"), "The reward of an episode is the text '1'. It must be a number"),
+        ([rewarded(1.0), rewarded([1.0])], r"The reward of an episode is \[1.0\]. It must be a number"),
+    ],
+)
+def test_an_episode_whose_result_is_wrong_fails_with_the_line_of_the_workflow(
+    given: Any, told: str, strategy: StrategyBase, prompts: list[tuple[int, Prompt]]
+) -> None:
+    collector = EpisodeCollector(strategy, RewardSet.of(episode_reward), Returns(given), seed=3, limits=LIMITS)
+    line = Returns.arun_episode.__code__.co_firstlineno
+    place = rf"Returns.arun_episode returned it, at line {line} of \S*test_episode_collector.py\."
+    with pytest.raises(RuntimeError, match=f"(?s)Every episode has failed.*ValueError: {told}.*{place}"):
+        collector.sample(prompts[:1], step=0, group_size=1, temperature=1.0)
 
 
 @pytest.mark.parametrize(("label", "warnings"), [("length", 1), ("episode", 0)])

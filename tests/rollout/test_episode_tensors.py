@@ -111,8 +111,7 @@ def test_missing_tensors_are_named() -> None:
         episode_of_tensors(given)
 
 
-def test_what_is_no_episode_at_all_is_told() -> None:
-    with pytest.raises(
-        ValueError, match="arun_episode returned 1.0. It must return an Episode, a list of them, a dict"
-    ):
-        episode_of_tensors(1.0)  # type: ignore[arg-type]
+def test_a_list_in_place_of_a_tensor_is_named() -> None:
+    for name in ("rewards", "input_ids"):
+        with pytest.raises(ValueError, match=f"An episode as a dict has {name} of the type list: give a tensor"):
+            episode_of_tensors({**tensors(), name: [1.0]})
