@@ -15,7 +15,7 @@ from lightrl.models.chat_text import tools_of
 from lightrl.records import Prompt
 from lightrl.rewards.time_limit import time_limit
 from lightrl.rollout.client import EngineClient
-from lightrl.rollout.episode import Episode
+from lightrl.rollout.episode import Episode, shown
 from lightrl.rollout.event_loop import awaited_in_time, run_to_its_end
 from lightrl.rollout.observations import as_messages, content_of, parts_of
 
@@ -206,12 +206,14 @@ def _is_rendered(data: Prompt) -> bool:
 def _step_of(result: Any) -> tuple[Any, float, Any]:
     try:
         observation, reward, is_over = result
+        if isinstance(reward, str | bytes) or isinstance(is_over, str | bytes | Mapping):  # such as an info dict
+            raise TypeError
         return observation, float(reward), is_over
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError):  # the last of a tensor of several numbers
         raise ValueError(
-            f"The environment's step(action) returned {result!r}. It must return (observation, reward, whether the "
-            "episode is over)."
-        ) from error
+            f"The environment's step(action) returned {shown(result)}. It must return (observation, reward, whether "
+            "the episode is over): what the policy reads, a number and a bool."
+        ) from None
 
 
 def _require_messages(observation: Any, source: str) -> Sequence[Mapping[str, Any]]:
@@ -222,7 +224,7 @@ def _require_messages(observation: Any, source: str) -> Sequence[Mapping[str, An
 
 
 def _no_observation(given: Any, source: str) -> ValueError:
-    what = f"an array, {list(given.shape)} {given.dtype}" if _is_array(given) else repr(given)
+    what = f"an array, {list(given.shape)} {given.dtype}" if _is_array(given) else shown(given)
     return ValueError(
         f"The environment's {source} gave the observation {what}. It must be a text, an image of PIL or as an array, "
         "[height, width, 3] uint8, or a list of messages."
@@ -268,6 +270,8 @@ def load_workflow(config: WorkflowConfig) -> Workflow:
 
 def check_arguments(what: str, made: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
     """Raises ValueError if --rollout.workflow_args do not fit the parameters of what they are for."""
+    if not callable(made):
+        raise ValueError(f"The {what} is a {type(made).__name__}: name a class, or a function that makes its object.")
     try:
         signature = inspect.signature(made)
     except ValueError:  # classes of compiled modules may have none

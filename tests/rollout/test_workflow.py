@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from test_client import Recorder, client
 
 from lightrl.config import GRPOConfig, WorkflowConfig
@@ -176,6 +177,45 @@ def test_each_environment_is_closed_and_so_is_the_one_that_tries_the_arguments()
     assert (Closed.num_made, Closed.num_open) == (2, 0)
 
 
+class Answers(Count):
+    """Answers a turn with what it is given."""
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__(length=1)
+        self.answer = answer
+
+    def step(self, action: str) -> Any:
+        return self.answer
+
+
+async def forgotten() -> str:
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (("", 1.0), r"step\(action\) returned \('', 1.0\). It must return .*: what the policy reads, a number and"),
+        (("", "1", True), r"step\(action\) returned \('', '1', True\)"),
+        (("", 1.0, {}), r"step\(action\) returned \('', 1.0, \{\}\)"),
+        (("", 1.0, "no"), r"step\(action\) returned \('', 1.0, 'no'\)"),
+        (("", torch.ones(2), True), r"step\(action\) returned \('', tensor"),
+        ((3, 1.0, False), r"step\(action\) gave the observation 3\. It must be"),
+        (
+            ("coroutine", 1.0, False),
+            "observation <coroutine object forgotten.*: write `await` before the call",
+        ),
+    ],
+)
+def test_what_step_may_not_return_is_told(answer: tuple[Any, ...], text: str) -> None:
+    late = forgotten()
+    given = (late, *answer[1:]) if answer[0] == "coroutine" else answer
+    workflow = EnvironmentWorkflow(environment=f"{HERE}Answers", answer=given)
+    with pytest.raises(ValueError, match=text):
+        asyncio.run(workflow.arun_episode(client(Recorder()), PROMPT))
+    late.close()
+
+
 class ClosedTooEarly(Count):
     """Cannot be closed before it has been reset."""
 
@@ -314,6 +354,10 @@ def load(**options: Any) -> Workflow:
         (
             {"workflow": "environment", "workflow_args": (f"environment={HERE}NoEnvironment",)},
             r"has no reset\(data\) and step\(action\)",
+        ),
+        (
+            {"workflow": "environment", "workflow_args": (f"environment={HERE}PROMPT",)},
+            "PROMPT' is a Prompt: name a class, or a function that makes its object",
         ),
         (
             {"workflow": "environment", "workflow_args": (f"environment={HERE}WithoutData",)},
