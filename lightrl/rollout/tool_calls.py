@@ -111,6 +111,8 @@ class ToolBox:
                     running.cancel()
             if not running.done():
                 return self._error(f"no result after {self._timeout_s:g} s")
+            if running.cancelled():
+                return self._error("the call was cancelled")
             return self._answer_of(running.result())
         except CallError as error:
             return self._error(str(error))
@@ -198,8 +200,10 @@ async def in_daemon_thread(function: Callable[..., Any], arguments: Mapping[str,
         if error is None:
             done.set_result(value)
         else:
-            is_taken = isinstance(error, Exception) and not isinstance(error, StopIteration)  # by a future
-            done.set_exception(error if is_taken else RuntimeError(f"{type(error).__name__}: {error}"))
+            if isinstance(error, StopIteration) or not isinstance(error, Exception):  # a future takes none of these
+                cause, error = error, RuntimeError(f"{type(error).__name__}: {error}")
+                error.__cause__ = cause  # has the line of the tool
+            done.set_exception(error)
 
     def run() -> None:
         value, failure = None, None
@@ -217,6 +221,11 @@ async def in_daemon_thread(function: Callable[..., Any], arguments: Mapping[str,
 def load_tool(name: str) -> Tool:
     """Loads a built-in tool or package.module:function; raises ValueError if it cannot be described to a policy."""
     function = load_object(name, builtin=BUILTIN_TOOLS, what="tool", example="my_tool")
+    if not inspect.isroutine(function):
+        raise ValueError(
+            f"The tool {name!r} is {function!r}. A tool is a function: for a class, or an object with a state, write a "
+            "function that calls it."
+        )
     try:
         schema = get_json_schema(function)
     except Exception as error:  # one of several classes that transformers does not export

@@ -209,6 +209,22 @@ def test_a_tool_that_exits_is_answered_for() -> None:
     assert answers(box(leaves=leaves), "leaves") == [("error: RuntimeError: it called exit(3)", True)]
 
 
+def test_the_traceback_of_a_tool_that_exits_has_its_line(caplog: pytest.LogCaptureFixture) -> None:
+    def leaves() -> None:
+        sys.exit(3)
+
+    answers(box(leaves=leaves), "leaves")
+    assert f'{__file__}", line {leaves.__code__.co_firstlineno + 1}, in leaves' in caplog.text
+
+
+def test_a_tool_whose_own_work_is_cancelled_is_answered_for() -> None:
+    async def gives_up() -> None:
+        raise asyncio.CancelledError
+
+    found = answers(box(gives_up=gives_up, fine=lambda: "fine"), "gives_up", "fine")
+    assert found == [("error: the call was cancelled", True), ("fine", False)]
+
+
 def test_a_call_may_be_cancelled_while_the_tool_runs() -> None:
     async def ask() -> str:
         task = asyncio.ensure_future(in_daemon_thread(lambda: time.sleep(0.02), {}))

@@ -312,6 +312,7 @@ def test_limits_end_the_episode() -> None:
     ("settings", "text"),
     [
         ({"tools": HERE + "undescribed"}, "cannot be described to the policy"),
+        ({"tools": HERE + "Script"}, "Script' is <class .*Script'>. A tool is a function: for a class"),
         ({"tools": ()}, "give at least one function"),
         ({"tools": (HERE + "times", HERE + "times")}, "each name once"),
         ({"tools": HERE + "times", "timeout_s": 0}, "both must be above 0"),
