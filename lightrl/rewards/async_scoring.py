@@ -20,7 +20,7 @@ from lightrl.rewards.scoring import (
     failed,
 )
 from lightrl.rewards.time_limit import TimeLimitError, time_limit
-from lightrl.rewards.unit_scoring import UnitRunner
+from lightrl.rewards.unit_scoring import UnitRunner, listed
 
 Result = TypeVar("Result")
 
@@ -185,7 +185,7 @@ class AsyncRunner(UnitRunner):
         call = self.reward(unit[0] if self.kind.scope == "sample" else unit)
         try:
             returned = await _in_time(without_exit(call), timeout_s)
-            values = [returned] if self.kind.scope == "sample" else list(returned)
+            values = [returned] if self.kind.scope == "sample" else listed(returned)
         except Exception as error:
             if self.goes_on_singly(unit, budget):
                 return [outcome for sample in unit for outcome in await self._await_call([sample], budget)]

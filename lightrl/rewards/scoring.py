@@ -386,6 +386,15 @@ def wrong_count(name: str, samples: Sequence[Sample], count: int) -> RewardError
     )
 
 
+def no_list(name: str, samples: Sequence[Sample], value: object) -> RewardError:
+    """Returns the error for a call that returned no list for several samples, such as one without a return."""
+    return _error(
+        f"The reward {name!r} returned {shorten(repr(value))} for {len(samples)} samples. A group or batch reward must "
+        "return a list with a number, or None, for each.",
+        samples[0],
+    )
+
+
 def not_judged(reasons: Mapping[str, str], sample: Sample) -> RewardError:
     """Returns the error for a sample to which no reward applies; reasons: why not, by reward, empty for a None."""
     where = describe_sample(sample)

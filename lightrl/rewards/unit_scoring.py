@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -12,6 +12,7 @@ from lightrl.rewards.scoring import (
     Outcome,
     RewardRunner,
     failed,
+    no_list,
     score_outcome,
     wrong_count,
 )
@@ -47,8 +48,8 @@ class UnitRunner(RewardRunner):
             return [failed(self.name, unit, error)] * len(unit)
         return self.checked(unit, values)
 
-    def _values_of(self, unit: list[Sample]) -> list[Any]:
-        return list(self.reward(unit))
+    def _values_of(self, unit: list[Sample]) -> Any:
+        return listed(self.reward(unit))
 
     def goes_on_singly(self, unit: list[Sample], budget: FailureBudget) -> bool:
         """Returns whether a batch that failed is scored again sample by sample.
@@ -57,8 +58,15 @@ class UnitRunner(RewardRunner):
         """
         return self.kind.scope == "batch" and len(unit) > 1 and budget.max_failures > 0
 
-    def checked(self, unit: list[Sample], values: list[Any]) -> list[Outcome]:
+    def checked(self, unit: list[Sample], values: Any) -> list[Outcome]:
         """Returns the numbers of one call, with an error in place of each value that is not a finite number."""
+        if not isinstance(values, list):
+            return [no_list(self.name, unit, values)] * len(unit)
         if len(values) != len(unit):
             return [wrong_count(self.name, unit, len(values))] * len(unit)
         return [score_outcome(self.name, sample, value) for sample, value in zip(unit, values, strict=True)]
+
+
+def listed(returned: Any) -> Any:
+    """Returns the values of one call as a list, and what has none, such as None, as it is."""
+    return list(returned) if isinstance(returned, Iterable) else returned

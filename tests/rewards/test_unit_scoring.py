@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from reward_samples import answered, run
@@ -71,6 +72,27 @@ def test_too_many_or_too_few_numbers_fail_every_sample() -> None:
         outcomes, budget = run(as_told, [answered(str(count)), answered("1")], max_failures=2)
         assert [f"returned {count} numbers for 2 samples: one for each" in str(item) for item in outcomes] == [True] * 2
         assert len(budget.failures) == 2
+
+
+def test_a_call_for_several_samples_returns_a_list() -> None:
+    @batch_reward
+    def without_return(samples: Sequence[Sample]) -> Any:
+        return None
+
+    @group_reward
+    async def one_number(samples: Sequence[Sample]) -> Any:
+        return 1.0
+
+    @batch_reward
+    def generator(samples: Sequence[Sample]) -> Any:
+        return (float(sample.text) for sample in samples)
+
+    samples = [answered("1"), answered("2")]
+    for reward, shown in ((without_return, "None"), (one_number, "1.0")):
+        outcomes, _ = run(reward, samples, max_failures=2)
+        text = f"returned {shown} for 2 samples. A group or batch reward must return a list with a number, or None, for"
+        assert [text in str(item) for item in outcomes] == [True] * 2
+    assert run(generator, samples)[0] == [1.0, 2.0]
 
 
 def test_a_bad_sample_of_two_costs_only_itself() -> None:
