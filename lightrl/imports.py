@@ -104,6 +104,19 @@ def place_of(function: Any) -> str:
     return "" if code is None else f", at line {code.co_firstlineno} of {code.co_filename}"
 
 
+def require_call(what: str, function: Any, *arguments: str) -> None:
+    """Raises ValueError if a user's function cannot be called with these arguments, and tells where it is written."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # compiled functions may have none
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        called = f"({', '.join(arguments)})"
+        raise ValueError(f"{what}{signature} cannot be called with {called}: {error}{place_of(function)}.") from None
+
+
 def line_of_own_code(error: BaseException | None) -> str:
     """Returns the line at which a user's code raised an error, in parentheses; empty for errors of lightrl itself."""
     if error is None:

@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from lightrl.data.sampler import Draws
+from lightrl.imports import place_of
 from lightrl.records import Prompt
 from lightrl.seeding import mix_seed
 
@@ -94,7 +95,13 @@ class Curriculum(Draws):
 
     def _weigh_all(self) -> list[float]:
         progress = Progress(step=self._step, prompts=self._prompts, results=self._results)
-        weights = [float(weight) for weight in self._weigh(progress)]
+        given = self._weigh(progress)
+        if not isinstance(given, Iterable):
+            raise ValueError(
+                f"--data.curriculum returned {given!r}{place_of(self._weigh)}. It must return a weight for each of the "
+                f"{len(self._prompts)} prompts of the data set."
+            )
+        weights = [float(weight) for weight in given]
         if len(weights) != len(self._prompts) or not all(0 <= weight < math.inf for weight in weights):
             raise ValueError(_describe_bad(weights, len(self._prompts)))
         bounds = list(accumulate(weights))

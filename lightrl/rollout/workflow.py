@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from lightrl.config import WorkflowConfig, declared_type, fits, named_values
 from lightrl.data.json_records import LocatedRecord
-from lightrl.imports import load_object
+from lightrl.imports import load_object, require_call
 from lightrl.models.chat_text import tools_of
 from lightrl.records import Prompt
 from lightrl.rewards.time_limit import time_limit
@@ -89,8 +89,9 @@ class EnvironmentWorkflow(Workflow):
         self._arguments = arguments
         self._has_shown_close_error = False
         trial = self._new_environment()  # a wrong argument shows here, before anything expensive
-        _check_call("environment", trial, "reset", "data")
-        _check_call("environment", trial, "step", "action")
+        kind = f"The environment's {type(trial).__name__}"
+        require_call(f"{kind}.reset", trial.reset, "data")
+        require_call(f"{kind}.step", trial.step, "action")
         try:
             run_to_its_end(_closed(trial))
         except Exception:  # it may not expect to be closed before reset()
@@ -264,7 +265,7 @@ def load_workflow(config: WorkflowConfig) -> Workflow:
     arguments = named_values(config.workflow_args, "rollout.workflow_args")
     check_arguments(f"workflow {config.workflow!r}", found, arguments)
     workflow = found(**arguments)
-    _check_call("workflow", workflow, "arun_episode", "engine", "data")
+    require_call(f"The workflow's {found.__name__}.arun_episode", workflow.arun_episode, "engine", "data")
     return workflow
 
 
@@ -283,20 +284,6 @@ def check_arguments(what: str, made: Callable[..., Any], arguments: Mapping[str,
     check_types(signature, arguments)
     if getattr(made, "__module__", "").startswith("lightrl."):  # others may take a number for a text
         _check_texts(signature, arguments)
-
-
-def _check_call(what: str, made: Any, method: str, *arguments: str) -> None:
-    """Raises ValueError if a method of a user's object does not take these arguments."""
-    try:
-        signature = inspect.signature(getattr(made, method))
-    except ValueError:  # methods of compiled modules may have none
-        return
-    try:
-        signature.bind(*arguments)
-    except TypeError as error:
-        name = f"{type(made).__name__}.{method}"
-        call = f"{method}({', '.join(arguments)})"
-        raise ValueError(f"The {what}'s {name}{signature} cannot be called as {call}: {error}.") from None
 
 
 def check_types(signature: inspect.Signature, arguments: Mapping[str, Any]) -> None:

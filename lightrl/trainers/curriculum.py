@@ -8,7 +8,7 @@ from typing import Any
 
 from lightrl.config import RolloutConfig
 from lightrl.data.curriculum import BUILTIN_CURRICULA, Curriculum, Weigh
-from lightrl.imports import load_object
+from lightrl.imports import load_object, require_call
 from lightrl.records import Experience, ScoredGroup
 from lightrl.rollout.scheduled_collector import Filter
 from lightrl.trainers.fit import Trainer
@@ -89,5 +89,6 @@ def load_curriculum(name: str) -> Weigh:
     found = load_object(name, builtin=BUILTIN_CURRICULA, what="curriculum", example="my_curriculum")
     if not callable(found):
         raise ValueError(f"--data.curriculum {name}: this is no function of lightrl.data.curriculum.Progress.")
+    require_call(f"--data.curriculum {name}", found, "progress")
     weigh: Weigh = found
     return weigh

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from lightrl.algorithms.losses import mismatch_statistics
 from lightrl.config import RolloutConfig
-from lightrl.imports import load_object
+from lightrl.imports import load_object, place_of, require_call
 from lightrl.metrics import Statistics
 from lightrl.records import Experience, PackedBatch, ScoredGroup, Status
 from lightrl.rollout.late_drop import DroppingScheduler, LateDropCollector
@@ -155,11 +156,25 @@ def load_filter(config: RolloutConfig) -> Filter | None:
     """Returns the function that --rollout.filter names; raises ValueError if it does not exist."""
     if not config.rollout.filter:
         return None
-    found = load_object(config.rollout.filter, builtin=BUILTIN_FILTERS, what="filter", example="my_filter")
+    name = config.rollout.filter
+    found = load_object(name, builtin=BUILTIN_FILTERS, what="filter", example="my_filter")
     if not callable(found):
-        raise ValueError(f"--rollout.filter {config.rollout.filter}: this is no function of a scored group.")
-    keep: Filter = found
-    return keep
+        raise ValueError(f"--rollout.filter {name}: this is no function of a scored group.")
+    if name in BUILTIN_FILTERS:
+        keep: Filter = found
+        return keep
+    require_call(f"--rollout.filter {name}", found, "group")
+
+    def kept(group: ScoredGroup) -> bool:
+        answer = found(group)
+        if answer is None or inspect.isawaitable(answer):
+            raise ValueError(
+                f"--rollout.filter {name} returned {answer!r}{place_of(found)}. It must return whether the group may "
+                "be trained, True or False, and must not be async."
+            )
+        return bool(answer)
+
+    return kept
 
 
 def check_schedule(config: RolloutConfig) -> None:

@@ -59,6 +59,12 @@ def test_results_change_the_next_draws_and_no_earlier_ones() -> None:
     again.load_state_dict(older)
 
 
+def test_a_curriculum_without_a_return_is_told_its_line() -> None:
+    text = r"returned None, at line \d+ of .*test_curriculum.py. It must return a weight for each of the 6 prompts"
+    with pytest.raises(ValueError, match=text):
+        curriculum(None).draw(1)  # type: ignore[arg-type]
+
+
 def test_half_solved() -> None:
     ours = Curriculum(half_solved, PROMPTS, 1, seed=0)
     ours.observe(0, [(0, 0.5), (1, 1.0), (2, 0.25), (3, -1.0)])

@@ -348,7 +348,7 @@ def load(**options: Any) -> Workflow:
         ({"workflow": f"{HERE}Blocking"}, "is not async: write `async def arun_episode`"),
         (
             {"workflow": f"{HERE}WithoutEngine"},
-            r"WithoutEngine.arun_episode\(data.*\) -> .* cannot be called as arun_episode\(engine, data\): too",
+            r"WithoutEngine.arun_episode\(data.*\) -> .* cannot be called with \(engine, data\): too",
         ),
         ({"workflow": "environment"}, "missing a required argument: 'environment'"),
         (
@@ -361,11 +361,11 @@ def load(**options: Any) -> Workflow:
         ),
         (
             {"workflow": "environment", "workflow_args": (f"environment={HERE}WithoutData",)},
-            r"environment's WithoutData.reset\(\) -> .* cannot be called as reset\(data\): too many positional",
+            r"environment's WithoutData.reset\(\) -> .* cannot be called with \(data\): too many positional",
         ),
         (
             {"workflow": "environment", "workflow_args": (f"environment={HERE}WithInfo", "length=1")},
-            r"WithInfo.step\(action: .* cannot be called as step\(action\): missing a required argument: 'info'",
+            r"WithInfo.step\(action: .* cannot be called with \(action\): missing a required argument: 'info'",
         ),
         ({"workflow": "environment", "workflow_args": ("environment",)}, "it must be name=value"),
         (

@@ -70,6 +70,8 @@ def test_the_results_of_every_group_choose_the_next_prompts(rollout: WorkflowCon
 def test_what_is_no_curriculum_is_told() -> None:
     with pytest.raises(ValueError, match="this is no function"):
         load_curriculum("lightrl.data.curriculum:__name__")
+    with pytest.raises(ValueError, match=r"nearest_name\(.*\) -> .* cannot be called with \(progress\): .*'known'"):
+        load_curriculum("lightrl.imports:nearest_name")
     recorded = WorkflowConfig(record="folder")
     with pytest.raises(ValueError, match=r"takes no part in --rollout.record and --rollout.from"):
         GRPOConfig(data=DataConfig(curriculum="half_solved"), rollout=recorded)

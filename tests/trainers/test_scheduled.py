@@ -175,6 +175,32 @@ def test_filters_are_found_by_name() -> None:
         load_filter(GRPOConfig(rollout=WorkflowConfig(filter="lightrl.rollout.scheduler:__name__")))
 
 
+def keep_at(group: ScoredGroup, least: float) -> bool:
+    return max(group.rewards) >= least
+
+
+def keep_without_return(group: ScoredGroup) -> None:
+    assert group.rewards
+
+
+async def keep_async(group: ScoredGroup) -> bool:
+    raise AssertionError(group)
+
+
+@pytest.mark.filterwarnings("ignore:coroutine 'keep_async' was never awaited")
+def test_a_filter_takes_a_group_and_answers_with_a_bool() -> None:
+    with pytest.raises(
+        ValueError, match=r"keep_at\(group.*\) -> .* cannot be called with \(group\): .*'least', at line"
+    ):
+        load_filter(GRPOConfig(rollout=WorkflowConfig(filter=f"{__name__}:keep_at")))
+    group = ScoredGroup(samples=(experience((1,)).sample,), rewards=(1.0,), step=0)
+    for name, given in (("keep_without_return", "None"), ("keep_async", "<coroutine")):
+        keep = load_filter(GRPOConfig(rollout=WorkflowConfig(filter=f"{__name__}:{name}")))
+        assert keep is not None
+        with pytest.raises(ValueError, match=f"{name} returned {given}.*, at line .*test_scheduled.py. It must return"):
+            keep(group)
+
+
 def test_dynamic_sampling_is_a_filter_in_a_schedule() -> None:
     config = GRPOConfig(
         rollout=WorkflowConfig(filter="unequal_rewards"), dynamic_sampling=DynamicSamplingConfig(enabled=True)
