@@ -16,7 +16,7 @@ from lightrl.checkpoint import save_bytes
 from lightrl.config import LateMistakeError
 from lightrl.config.command_line import flatten
 from lightrl.config.options import as_dict
-from lightrl.imports import load_object
+from lightrl.imports import load_object, require_call
 from lightrl.trainers.disk_errors import forgive
 from lightrl.trainers.observer import Observer
 
@@ -117,7 +117,20 @@ def _own(name: str) -> Any:
     missing = [method for method in ("log", "close") if not callable(getattr(kind, method, None))]
     if missing and inspect.isclass(kind):
         raise LateMistakeError(f"The logger {name!r} has no method {' and no method '.join(missing)}. {_FORM}")
+    if inspect.isclass(kind):
+        _require_calls(kind)
     return kind
+
+
+def _require_calls(kind: type) -> None:
+    """Raises LateMistakeError for a class whose log() or close(), an ordinary method, takes other arguments."""
+    for method, arguments in (("log", ("step", "metrics")), ("close", ())):
+        function = inspect.getattr_static(kind, method, None)
+        if inspect.isfunction(function):
+            try:
+                require_call(f"The logger's {kind.__name__}.{method}", function, "self", *arguments)
+            except ValueError as error:
+                raise LateMistakeError(f"{error} {_FORM}") from error
 
 
 def _id_of(folder: Path) -> str:

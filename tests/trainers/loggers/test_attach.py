@@ -87,10 +87,20 @@ class Unaware:
     def close(self) -> None: ...
 
 
+class Stepless(Unclosed):
+    def log(self, metrics: Mapping[str, float]) -> None: ...  # type: ignore[override]
+
+    def close(self) -> None: ...
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     ("name", "message"),
     [
+        (
+            "own_loggers:Stepless",
+            r"Stepless.log\(self, metrics.*cannot be called with \(self, step, metrics\): too many",
+        ),
         ("own_loggers:Unclosed", "'own_loggers:Unclosed' has no method close. A logger is a class with __init__"),
         ("own_loggers:Unaware", "'own_loggers:Unaware' is called with a LoggedRun: too many positional arguments"),
         ("own_loggers:Notd", "module 'own_loggers' has no 'Notd'"),
@@ -101,7 +111,7 @@ def test_a_mistake_in_a_logger_of_ones_own_is_found_by_all_ranks(
     tmp_path: Path, noted: str, name: str, message: str, rank: int
 ) -> None:
     module = sys.modules["own_loggers"]
-    module.Unclosed, module.Unaware = Unclosed, Unaware  # type: ignore[attr-defined]
+    module.Unclosed, module.Unaware, module.Stepless = Unclosed, Unaware, Stepless  # type: ignore[attr-defined]
     with pytest.raises(LateMistakeError, match=message):
         Loggers(trainer_of(tmp_path, name, rank=rank))
 
