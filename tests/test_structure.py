@@ -38,7 +38,6 @@ COVERED_BY = {  # what only means something as a whole, on real ranks, is starte
     "strategy/layout/adapters.py": "strategy/test_lora_training.py",
     "strategy/saving/state_reader.py": "strategy/saving/test_state_files.py",
     "strategy/torch_native.py": "strategy/test_contract.py",
-    "testing/engine_contract.py": "engines/native/test_native_contract.py",
     "trainers/earlier_run.py": "trainers/test_run_folder.py",
     "trainers/loss_terms.py": "trainers/test_objective.py",
     "testing/skipped_updates.py": "strategy/test_single_strategy.py",
