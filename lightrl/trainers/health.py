@@ -100,8 +100,9 @@ LIMITS = (
         "tokens/response_mean",
         "min_response_tokens",
         lambda value, limits: value <= limits.min_response_tokens,
-        "the responses have {value:.3g} tokens on the mean: they are empty",
-        "Check the chat template and the reward, which may prefer an empty response, or lower --lr.",
+        "the responses have {value:.3g} tokens on the mean, and an empty one has its end token",
+        "If they are empty, check the chat template and the reward, which may prefer that, or lower --lr. If one token "
+        "is a whole response, set --health.min_response_tokens 0.",
     ),
 )
 

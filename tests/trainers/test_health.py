@@ -30,7 +30,11 @@ GOOD = {
         ("reward/equal_groups", 1.0, "100.0% of the prompts got the same reward"),
         ("mismatch/mean_abs", 0.25, "by 0.25 on the mean (--health.max_mismatch 0.1). Compare the dtypes"),
         ("tokens/truncated", 1.0, "100.0% of the responses were cut off (--health.max_truncated 0.99). Raise"),
-        ("tokens/response_mean", 1.0, "have 1 tokens on the mean: they are empty"),
+        (
+            "tokens/response_mean",
+            1.0,
+            "have 1 tokens on the mean, and an empty one has its end token (--health.min_response_tokens 1). If they",
+        ),
         (
             "episode/failed_share",
             0.58,
