@@ -189,7 +189,10 @@ class Session:
             raise RequestError(f"The model's chat template refuses the messages: {error}", param="messages") from error
         if tools:
             raise RequestError("The model has no chat template, which would describe tools to it.", param="tools")
-        return engine.encode("".join(message["content"] for message in messages))
+        try:
+            return engine.encode("".join(message["content"] for message in messages))
+        except ValueError as error:  # of a text for which the tokenizer has no tokens
+            raise RequestError(str(error), param="messages") from error
 
     # ---- The engine --------------------------------------------------------------------------------------------
 

@@ -21,8 +21,9 @@ from endpoint_scripts import (
 )
 from tokenizers import AddedToken
 
+from lightrl.builtin.model import builtin_tokenizer
 from lightrl.data.prompts import build_prompts
-from lightrl.records import FinishReason
+from lightrl.records import FinishReason, Prompt
 from lightrl.rollout.endpoint.errors import RequestError
 from lightrl.rollout.endpoint.session import Session, Wish
 from lightrl.rollout.tool_parsers import PARSERS
@@ -203,6 +204,19 @@ def test_a_request_may_ask_for_one_tool_call_at_a_time(given: dict[str, bool], c
         answers = [{"role": "tool", "tool_call_id": call["id"], "content": "7"} for call in found]
         await chat({"messages": [*asked, message, *answers], "tools": TOOLS, **given})
         assert made.conversations.calls[-1].parent is first
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("text", ["\u00e9", "1\x00", "\ud800"])
+def test_a_text_without_tokens_is_refused_by_name(text: str) -> None:
+    async def run() -> None:
+        tokenizer = builtin_tokenizer()
+        client, task = client_of(ScriptedDriver(TOKENIZER), tokenizer), Prompt(index=0, text="1", token_ids=(3,))
+        made = Session(client, asyncio.get_running_loop(), task, wait_s=0)
+        with pytest.raises(RequestError, match="the tokenizer cannot read the text") as error:
+            await made.chat([{"role": "user", "content": text}], (), Wish())
+        assert (error.value.status, error.value.param) == (400, "messages")
 
     asyncio.run(run())
 
