@@ -41,6 +41,18 @@ class Progress:
 Weigh = Callable[[Progress], Sequence[float]]  # one weight for each prompt of the data set; 0: do not draw it now
 
 
+def require_equal(fingerprints: Sequence[int | None]) -> None:
+    """Raises ValueError if a curriculum gave ranks different weights, so that each drew prompts of its own."""
+    by_rank = {rank: item for rank, item in enumerate(fingerprints) if item is not None}
+    if len(set(by_rank.values())) > 1:
+        first = min(by_rank)
+        others = ", ".join(str(rank) for rank, item in by_rank.items() if item != by_rank[first])
+        raise ValueError(
+            f"--data.curriculum gave other weights on rank {others} than on rank {first}, from equal results. It must "
+            "depend on its argument alone: on no rank, time, random number or earlier call."
+        )
+
+
 def half_solved(progress: Progress) -> list[float]:
     """Prefers prompts that are solved about half the time, and new ones as much; rewards must be from 0 to 1."""
     weights = [1.0] * len(progress.prompts)
@@ -73,6 +85,11 @@ class Curriculum(Draws):
         while len(self._chosen) <= ticket:
             self._chosen.append(self._choose(len(self._chosen)))
         return self._chosen[ticket]
+
+    @property
+    def fingerprint(self) -> int | None:
+        """A number for the weights of the current step, equal on ranks with equal weights; None: not computed here."""
+        return hash(tuple(self._bounds)) if self._bounds else None
 
     def observe(self, step: int, means: Iterable[tuple[int, float]]) -> None:
         """Takes the mean rewards of the step's groups, by data index, on which the next draws depend."""

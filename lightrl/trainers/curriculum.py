@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightrl.config import RolloutConfig
-from lightrl.data.curriculum import BUILTIN_CURRICULA, Curriculum, Weigh
+from lightrl.data.curriculum import BUILTIN_CURRICULA, Curriculum, Weigh, require_equal
 from lightrl.imports import load_object, require_call
 from lightrl.records import Experience, ScoredGroup
 from lightrl.rollout.scheduled_collector import Filter
@@ -52,8 +52,10 @@ class CurriculumTrainer(Trainer):
         for group in groups:
             self.note(group)
         fresh, self._fresh = self._fresh, []
-        everyones = sorted(item for part in self.strategy.comm.all_gather_object(fresh) for item in part)
-        self.curriculum.observe(self.step_index, [(index, mean) for _, index, mean in everyones])
+        everyones = self.strategy.comm.all_gather_object((fresh, self.curriculum.fingerprint))
+        require_equal([fingerprint for _, fingerprint in everyones])
+        results = sorted(item for part, _ in everyones for item in part)
+        self.curriculum.observe(self.step_index, [(index, mean) for _, index, mean in results])
         learned: list[Experience] = super().learn_from(groups)  # type: ignore[misc]
         return learned
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from lightrl.data.curriculum import Curriculum, Progress, half_solved
+from lightrl.data.curriculum import Curriculum, Progress, half_solved, require_equal
 from lightrl.records import Prompt
 
 PROMPTS = [Prompt(index=index, text="", token_ids=(1,)) for index in range(6)]
@@ -63,6 +63,19 @@ def test_a_curriculum_without_a_return_is_told_its_line() -> None:
     text = r"returned None, at line \d+ of .*test_curriculum.py. It must return a weight for each of the 6 prompts"
     with pytest.raises(ValueError, match=text):
         curriculum(None).draw(1)  # type: ignore[arg-type]
+
+
+def test_ranks_whose_weights_differ_are_named() -> None:
+    same, other, unasked = curriculum([1, 2, 1, 1, 1, 1]), curriculum([1, 2, 1, 1, 1, 3]), curriculum([1] * 6)
+    assert same.fingerprint is None
+    for ours in (same, other):
+        ours.draw(1)
+    again = curriculum([1, 2, 1, 1, 1, 1])
+    again.draw(1)
+    found = [unasked.fingerprint, same.fingerprint, again.fingerprint]
+    require_equal(found)
+    with pytest.raises(ValueError, match="gave other weights on rank 3 than on rank 1, from equal results"):
+        require_equal([*found, other.fingerprint])
 
 
 def test_half_solved() -> None:
