@@ -6,6 +6,7 @@ an engine needs: its end tokens, its architecture and the folder that it came fr
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from abc import ABC, abstractmethod
@@ -23,7 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightrl.comm import Comm, found_world
 from lightrl.config.adapters import POLICY
-from lightrl.imports import load_object
+from lightrl.imports import load_object, place_of
 from lightrl.records import FinishReason
 
 T = TypeVar("T")
@@ -37,6 +38,7 @@ RECORDING_ENGINES = {  # replace those if --routing.replay asks for the experts 
     "native": "lightrl.engines.native.recording:build_recording_engine",
     "vllm": "lightrl.engines.vllm.recording:build_recording_engine",
 }
+_PARTS = ("source", "tokenizer", "options", "device", "group")  # what a factory is called with
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 EnginePart = Literal["weights", "kv_cache"]  # the parts wake up separately
 _CHANGING = (  # settings with which tokens are drawn from another distribution than a trainer computes
@@ -276,7 +278,7 @@ Factory: TypeAlias = str | Callable[..., InferenceEngine]  # a name, an import p
 def check_engine_name(name: str) -> None:
     """Raises ValueError unless this is a built-in name, which is not imported, or a path that can be imported."""
     if name not in BUILTIN_ENGINES:
-        load_object(name, builtin=BUILTIN_ENGINES, what="engine", example="MyEngine")
+        _own_factory(name)
 
 
 def create_engine(
@@ -302,7 +304,28 @@ def _own_factory(name: Factory) -> Callable[..., InferenceEngine]:
     factory = name if callable(name) else load_object(name, builtin=BUILTIN_ENGINES, what="engine", example="MyEngine")
     if isinstance(factory, type):
         _check_class(str(name), factory)
-    return cast(Callable[..., InferenceEngine], factory)
+    _check_call(str(name), factory)
+
+    def made(**parts: Any) -> InferenceEngine:
+        engine = factory(**parts)
+        missing = [item for item in ("max_model_len", "vocab_size") if not hasattr(engine, item)]
+        if isinstance(engine, InferenceEngine) and missing:
+            raise ValueError(f"Engine {name!r} has no attribute {' and no '.join(missing)}: set it in __init__().")
+        return cast(InferenceEngine, engine)
+
+    return made
+
+
+def _check_call(name: str, factory: Any) -> None:
+    """Raises ValueError for a factory that does not take the arguments of create_engine."""
+    try:
+        inspect.signature(factory).bind(**dict.fromkeys(_PARTS))
+    except TypeError as error:
+        called = ", ".join(f"{part}=..." for part in _PARTS)
+        where = place_of(inspect.getattr_static(factory, "__init__") if isinstance(factory, type) else factory)
+        raise ValueError(f"Engine {name!r} cannot be called with ({called}): {error}{where}.") from None
+    except ValueError:  # compiled ones may have no signature
+        return
 
 
 def create_recording_engine(name: Factory, **parts: Any) -> InferenceEngine:

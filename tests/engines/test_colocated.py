@@ -370,6 +370,29 @@ def test_an_engine_of_ones_own_by_import_path() -> None:
         check_engine_name("nativ")
 
 
+class WithoutParts(RecordingEngine):
+    def __init__(self, model: object) -> None: ...
+
+
+class Unmeasured(RecordingEngine):
+    def __init__(self, **_: object) -> None:
+        super().__init__()
+
+    @property
+    def vocab_size(self) -> int:  # type: ignore[override]
+        raise AttributeError
+
+
+def test_an_engine_of_ones_own_is_checked_before_it_is_used() -> None:
+    text = r"WithoutParts' cannot be called with \(source=.*, group=\.\.\.\): .*, at line \d+ of .*test_colocated.py\."
+    with pytest.raises(ValueError, match=text):
+        check_engine_name(f"{__name__}:WithoutParts")
+    with pytest.raises(ValueError, match="cannot be called with .* is not a callable object"):
+        check_engine_name(f"{__name__}:__doc__")
+    with pytest.raises(ValueError, match="Unmeasured' has no attribute vocab_size: set it in __init__"):
+        create_engine(f"{__name__}:Unmeasured", source=None, tokenizer=None, options=None, device=torch.device("cpu"))
+
+
 @pytest.mark.parametrize(
     ("values", "text"),
     [
