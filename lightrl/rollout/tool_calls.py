@@ -226,12 +226,19 @@ def load_tool(name: str) -> Tool:
             f"The tool {name!r} is {function!r}. A tool is a function: for a class, or an object with a state, write a "
             "function that calls it."
         )
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
+    unnamed = [item.name for item in inspect.signature(function).parameters.values() if item.kind in by_place]
+    if unnamed:
+        raise ValueError(
+            f"The tool {name!r} takes {', '.join(unnamed)} by position, and a call gives every argument by name. Use "
+            "ordinary parameters, such as a list for several values."
+        )
     try:
         schema = get_json_schema(function)
     except Exception as error:  # one of several classes that transformers does not export
         raise ValueError(
-            f"The tool {name!r} cannot be described to the policy: {error} Give it a docstring with an Args: section, "
-            "and type hints."
+            f"The tool {name!r} cannot be described to the policy: {str(error).rstrip('.!')}. Give it a docstring with "
+            "an Args: section, and type hints."
         ) from error
     limit = getattr(function, "max_concurrency", None)
     if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):

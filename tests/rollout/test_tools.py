@@ -125,6 +125,16 @@ def stuck() -> str:
     return "too late"
 
 
+def by_place(first: int, /, *others: int) -> int:
+    """Adds.
+
+    Args:
+        first: A number.
+        others: More numbers.
+    """
+    return first + sum(others)
+
+
 def undescribed(a):  # type: ignore[no-untyped-def]
     return a
 
@@ -311,7 +321,8 @@ def test_limits_end_the_episode() -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"tools": HERE + "undescribed"}, "cannot be described to the policy"),
+        ({"tools": HERE + "undescribed"}, r"cannot be described to the policy: .*[^.!]\. Give it a docstring"),
+        ({"tools": HERE + "by_place"}, "by_place' takes first, others by position, and a call gives every argument by"),
         ({"tools": HERE + "Script"}, "Script' is <class .*Script'>. A tool is a function: for a class"),
         ({"tools": ()}, "give at least one function"),
         ({"tools": (HERE + "times", HERE + "times")}, "each name once"),
