@@ -46,9 +46,13 @@ def test_one_report_names_the_rank_its_phase_and_its_stack(
 
 
 @pytest.mark.slow
-def test_an_error_of_one_rank_ends_all_with_its_traceback(tmp_path: Path) -> None:
-    output = stalled_run("1 generate raise", tmp_path)
-    assert "ZeroDivisionError: planted" in output
+@pytest.mark.parametrize(
+    ("stalled", "error"), [("1 generate raise", "ZeroDivisionError: planted"), ("1 backward leave", "SystemExit: 0")]
+)
+def test_an_error_of_one_rank_ends_all_with_its_traceback(stalled: str, error: str, tmp_path: Path) -> None:
+    output = stalled_run(stalled, tmp_path)
+    assert f"[rank 0] rank 1 failed in phase '{'learn' if 'backward' in stalled else 'generate'}'" in output
+    assert error in output
     assert "did not come" not in output
 
 

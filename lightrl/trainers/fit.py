@@ -241,7 +241,7 @@ def run_program(build: Callable[[Any], Any], config: RunConfig, act: Act = metho
         trainer = build(config)
         act(trainer)
         trainer.close()
-    except (Exception, KeyboardInterrupt, SystemExit) as error:  # exit(0) in a user's code is no success
+    except BaseException as error:  # exit(0) in a user's code is no success
         end_failed(error, trainer)
 
 

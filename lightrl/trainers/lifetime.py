@@ -11,7 +11,6 @@ import stat
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -21,12 +20,13 @@ from typing import Any, NoReturn, Protocol
 
 from lightrl import stall_watch
 from lightrl.checkpoint import CheckpointDirectory
-from lightrl.comm import MISTAKES, RankError
+from lightrl.comm import MISTAKES, RankError, current
 from lightrl.config import LateMistakeError, print_user_error
 from lightrl.imports import line_of_own_code
 from lightrl.last_error import leave_error
 from lightrl.metrics import Statistics, Stopwatch
 from lightrl.process_group import rank_name
+from lightrl.rank_board import describe
 from lightrl.rewards.own_frames import explain
 from lightrl.rewards.scoring import RewardError
 from lightrl.strategy import StrategyBase
@@ -39,7 +39,7 @@ _POLL_S = 1.0  # between two checks of the parent and the clock
 _LAG_S = 1.0  # a signal to the whole job may end torchrun before it reaches the ranks
 _INTERRUPT_S = 5.0  # for Python to get out of a call into C after Ctrl-C
 _OWN_WORD_S = 2.0  # for a rank whose collective broke to say which rank failed and to end on its own
-_LAST_WORD_S = 5.0  # for loggers to note how the run ended
+_LAST_WORD_S = 5.0  # for other ranks and loggers to be told how the run ended
 _TIDYING_S = 0.5  # for rank 0 to remove the folder of a run that never began
 _PR_SET_PDEATHSIG = 1  # an option of prctl(2)
 _ORPHANED = signal.SIGRTMIN + 7 if sys.platform == "linux" else 0  # a signal that nobody else sends
@@ -149,33 +149,52 @@ def how_to_go_on(run: StoppableRun | None) -> str:
 
 def end_failed(error: BaseException, trainer: StoppableRun | None) -> NoReturn:
     """Ends the process of a program after an error, a signal or Ctrl-C; trainer: None if none was built yet."""
-    _tell_observers(trainer, error)
-    if trainer is None or isinstance(error, LateMistakeError):
-        _end_if_mistaken(error)
+    try:
+        with suppress(KeyboardInterrupt):  # torchrun passes Ctrl-C on to one rank after the other
+            _tell_others(error, trainer)
+        code = _explain(error, trainer)
+    except BaseException as second:  # an error whose text cannot be made, for example
+        _say(describe(second).rstrip())
+        code = 1
+    end_process(code)
+
+
+def _explain(error: BaseException, trainer: StoppableRun | None) -> int:
+    """Says why the run ends, to people and to torchrun; returns the exit code."""
+    mistake = _mistake_in(error) if trainer is None or isinstance(error, LateMistakeError) else None
+    if mistake is not None:
+        _refuse(mistake, error)
+        return 2
     if isinstance(error, StoppedBySignal) and trainer is not None:
         trainer.close()
-        end_process(int(error.code or 0))
+        return int(error.code or 0)
     if isinstance(error, KeyboardInterrupt):
-        sys.stderr.write(f"interrupted; {how_to_go_on(trainer)}\n")
-        end_process(130)
+        _say(f"interrupted; {how_to_go_on(trainer)}")
+        return 130
     disk_error = find_disk_error(error, trainer.folder.root) if trainer is not None else None
     if disk_error is not None:
         print_user_error(OSError(f"{describe_disk_error(disk_error)}; {how_to_go_on(trainer)}"))
     elif isinstance(error, RankError):
         tell(error)
-    elif isinstance(error, RewardError):
-        sys.stderr.write(f"{explain(error)}\n")
-        leave_error(explain(error))
     else:
-        traceback.print_exception(error)
-        leave_error("".join(traceback.format_exception(error)))
-    end_process(1)
+        text = explain(error) if isinstance(error, RewardError) else describe(error).rstrip()
+        _say(text)
+        leave_error(text)
+    return 1
 
 
-def _tell_observers(trainer: StoppableRun | None, error: BaseException) -> None:
-    """Tells the observers in a thread, because a service may not answer, and nothing must hide the error."""
+def _tell_others(error: BaseException, trainer: StoppableRun | None) -> None:
+    """Tells the ranks that wait for this one, and the observers, why it ends.
+
+    It does so in a thread, because a store or a service may not answer, and nothing must hide the error.
+    """
+    board = current().board if not isinstance(error, RankError | StoppedBySignal) else None
+    posted = KeyboardInterrupt("Ctrl-C") if isinstance(error, KeyboardInterrupt) else error  # its line says nothing
 
     def tell_all() -> None:
+        if board is not None:
+            with suppress(Exception):
+                board.post_error(posted)
         for observer in getattr(trainer, "observers", ()):  # a server of samples has none
             with suppress(Exception):
                 observer.after_failure(error)
@@ -185,15 +204,18 @@ def _tell_observers(trainer: StoppableRun | None, error: BaseException) -> None:
     thread.join(_LAST_WORD_S)
 
 
-def _end_if_mistaken(error: BaseException) -> None:
-    """Ends with code 2 for a mistake in the options, the data or the folder, found before a trainer is built."""
+def _mistake_in(error: BaseException) -> BaseException | None:
+    """Returns the error if it is a mistake in the options, the data or the folder, perhaps one of another rank."""
     mistake = ValueError(error.mistake) if isinstance(error, RankError) and error.mistake else error
-    if isinstance(mistake, MISTAKES):
-        remove_empty_runs()
-        line = line_of_own_code(error)
-        print_user_error(ValueError(f"{mistake}{line}") if line else mistake)
-        let_first_rank_tidy_up()
-        end_process(2)
+    return mistake if isinstance(mistake, MISTAKES) else None
+
+
+def _refuse(mistake: BaseException, error: BaseException) -> None:
+    """Prints a mistake that was found before a trainer was built, and leaves no folder of the run."""
+    remove_empty_runs()
+    line = line_of_own_code(error)
+    print_user_error(ValueError(f"{mistake}{line}") if line else mistake)
+    let_first_rank_tidy_up()
 
 
 # ---- The watch -------------------------------------------------------------------------------------------------------

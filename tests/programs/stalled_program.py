@@ -1,6 +1,6 @@
-"""Trains by GRPO; $STALLED="RANK PLACE KIND" has a rank stop, sleep, hold its interpreter or raise at its second visit.
+"""Trains by GRPO; $STALLED="RANK PLACE KIND" has a rank stop, sleep or fail at its second visit to a place.
 
-PLACE: reward, generate, backward or save. KIND: stop, sleep, hold or raise.
+PLACE: reward, generate, backward or save. KIND: stop, sleep, hold (the interpreter), raise or leave (by exit()).
 """
 
 import ctypes
@@ -28,6 +28,8 @@ def stall_here() -> None:
         time.sleep(600)
     elif KIND == "hold":
         ctypes.PyDLL(None).sleep(600)  # PyDLL keeps the lock of the interpreter
+    elif KIND == "leave":
+        sys.exit(0)
     else:
         raise ZeroDivisionError("planted")
 

@@ -15,9 +15,11 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
+from torch.distributed import HashStore
 
 from lightrl.comm import Comm, RankError
 from lightrl.config import GRPOConfig, LateMistakeError
+from lightrl.rank_board import RankBoard
 from lightrl.testing import free_port, run_spmd
 from lightrl.testing.preloaded import Program, start
 from lightrl.trainers import lifetime
@@ -208,6 +210,31 @@ def test_code_that_calls_exit_is_no_success(
     assert "in leave" in capfd.readouterr().err
 
 
+class OwnError(BaseException):
+    """What a user's library may raise, as asyncio and pytest do."""
+
+
+class TextlessError(ValueError):
+    def __str__(self) -> str:
+        raise RuntimeError("there is no text")
+
+
+@pytest.mark.parametrize("kind", [OwnError, TextlessError])
+def test_an_error_of_any_kind_ends_the_process_at_once(
+    kind: type[BaseException], watch: lifetime.SignalWatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The end of the interpreter would wait for threads, such as those of a reward, while other ranks wait for it."""
+
+    def fail(_config: Any) -> Any:
+        raise kind
+
+    with pytest.raises(EndedError, match="^1$"):
+        run_program(fail, GRPOConfig())
+    told = capsys.readouterr().err
+    assert kind.__name__ in told
+    assert "in fail" in told
+
+
 def stoppable(folder: Path, *, step: int = 1, every: int = 0, max_steps: int = 3) -> Any:
     """A run of one process that counts its saves."""
     saved: list[int] = []
@@ -352,6 +379,41 @@ def test_observers_are_told_of_an_error_and_cannot_hide_it(
         lifetime.end_failed(error, run)
     assert told == ([] if what_fails == "a service" else [error])
     assert "ZeroDivisionError: in a step" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError(), KeyboardInterrupt(), SystemExit(0), ValueError("an option")])
+def test_other_ranks_read_why_a_rank_has_ended_outside_a_phase(
+    error: BaseException,
+    watch: lifetime.SignalWatch,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    store = HashStore()
+    boards = [RankBoard(store, rank, 2) for rank in range(2)]
+    monkeypatch.setattr(lifetime, "current", lambda: SimpleNamespace(board=boards[1]))
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(EndedError):
+        lifetime.end_failed(error, None)
+    assert capsys.readouterr().err.startswith("[rank 1] ")
+    assert type(error).__name__ in boards[0].errors_now()[1]
+    with pytest.raises(EndedError):
+        lifetime.end_failed(RankError("rank 0 failed"), None)
+    assert "rank 0 failed" not in boards[0].errors_now()[1]  # it has said so itself
+
+
+def test_ctrl_c_that_comes_while_others_are_told_hides_no_error(
+    watch: lifetime.SignalWatch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """torchrun passes Ctrl-C on to one rank after the other, and the first one's end is an error of the second."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lifetime.threading.Thread, "join", interrupted)
+    with pytest.raises(EndedError, match="^1$"):
+        lifetime.end_failed(RankError("rank 1 failed with KeyboardInterrupt: Ctrl-C"), None)
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_a_mistake_in_a_users_code_is_told_with_its_line(
