@@ -42,7 +42,7 @@ from lightrl.strategy.optim.accumulation import accumulation_steps
 from lightrl.strategy.optim.optimizers import TrainedModels, build_lr_scheduler, checked_max_norm
 from lightrl.strategy.optim.parameter_kinds import apply_lr_scales
 from lightrl.strategy.optim.value_head import set_up_value_head
-from lightrl.strategy.own_class import checked_class, no_optimizer
+from lightrl.strategy.own_class import checked_class, no_model, no_optimizer
 from lightrl.strategy.results import (
     Batches,
     GroupBatches,
@@ -85,10 +85,8 @@ class StrategyBase(ForeignNames, ABC):
     def __init__(
         self, seed: int, max_norm: float, micro_train_batch_size: int, train_batch_size: int, args: Any | None = None
     ) -> None:
-        self.seed = seed
-        self.micro_train_batch_size = micro_train_batch_size
-        self.train_batch_size = train_batch_size
-        self.args = args
+        self.seed, self.args = seed, args
+        self.micro_train_batch_size, self.train_batch_size = micro_train_batch_size, train_batch_size
         self.options = options = StrategyOptions.from_args(args)
         exact = options.exact_batches  # a run's options, which are checked: then train_batch accepts any sizes
         self.max_norm = max_norm if exact else checked_max_norm(max_norm)
@@ -220,6 +218,8 @@ class StrategyBase(ForeignNames, ABC):
                 apply_lr_scales([model], optim, must_match=not self.trained.entries)  # a critic comes later
         lr = self.options.lr if lr is None else lr
         model = self.prepare_model(model)
+        if not isinstance(model, nn.Module):
+            raise no_model(type(self), model)
         optimizer = self.create_optimizer(
             model, lr=lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
         )
@@ -234,6 +234,8 @@ class StrategyBase(ForeignNames, ABC):
     def prepare_frozen(self, model: nn.Module) -> nn.Module:
         """Places a model that is never trained, such as a reference or reward model, in evaluation mode."""
         model = self.prepare_model(model.eval().requires_grad_(False))
+        if not isinstance(model, nn.Module):
+            raise no_model(type(self), model)
         self.trained.placed[model] = None
         return model
 

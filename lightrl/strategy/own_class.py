@@ -50,6 +50,14 @@ def checked_class(name: str, kind: Any, base: type) -> type[Any]:
     return kind
 
 
+def no_model(kind: type, returned: object) -> TypeError:
+    """Returns the error about a prepare_model() that returns no model."""
+    return TypeError(
+        f"{kind.__name__}.prepare_model() returned {returned!r}. It must return the model that is called from now on: "
+        "the one that it was given, or a torch module around it, such as the result of super().prepare_model(model)."
+    )
+
+
 def no_optimizer(kind: type, returned: object) -> TypeError:
     """Returns the error about a create_optimizer() that returns no optimizer."""
     return TypeError(

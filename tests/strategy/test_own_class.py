@@ -48,6 +48,11 @@ class Forgetful(SingleStrategy):
         super().create_optimizer(model, **kwargs)
 
 
+class Discarding(SingleStrategy):
+    def prepare_model(self, model: nn.Module) -> Any:
+        super().prepare_model(model)
+
+
 class Simple(StrategyBase):
     """Its model is placed by lightrl, which then keeps weight and is_boundary to itself."""
 
@@ -110,3 +115,13 @@ def test_a_strategy_that_returns_no_optimizer_is_named() -> None:
     strategy.setup_distributed()
     with pytest.raises(TypeError, match=r"Forgetful.create_optimizer\(\) returned None. It must return an optimizer"):
         strategy.prepare_trained(tiny_policy())
+
+
+def test_a_strategy_that_returns_no_model_is_named() -> None:
+    strategy = create_strategy(GRPOConfig(strategy=f"{__name__}:Discarding"))
+    strategy.setup_distributed()
+    for prepare in (strategy.prepare_trained, strategy.prepare_frozen):
+        with pytest.raises(
+            TypeError, match=r"Discarding.prepare_model\(\) returned None. It must return the model that"
+        ):
+            prepare(tiny_policy())
