@@ -16,6 +16,7 @@ from lightrl.config import (
     RMConfig,
     RunConfig,
     SFTConfig,
+    exit_interrupted,
     exit_with_user_error,
     nearest_name,
     parse_config,
@@ -98,12 +99,15 @@ def start(name: str, arguments: Sequence[str] | None = None, program: str = "") 
     program: what the user typed in front of the arguments, for the help; empty for the name of the script.
     """
     chosen = {**TRAINERS, **COMMANDS}[name]
-    if isinstance(chosen, Command):
-        return int(resolve_name(chosen.start)(sys.argv[1:] if arguments is None else arguments) or 0)
-    config = parse_config(chosen.config, arguments, program)  # before torch is loaded: a mistake is reported at once
-    if config.dry_run:
-        raise SystemExit(resolve_name("lightrl.plan.plan_program:dry_run")(config))
-    resolve_name("lightrl.trainers.fit:run_trainer")(resolve_name(chosen.trainer), config)
+    try:
+        if isinstance(chosen, Command):
+            return int(resolve_name(chosen.start)(sys.argv[1:] if arguments is None else arguments) or 0)
+        config = parse_config(chosen.config, arguments, program)  # before torch is loaded: mistakes are found at once
+        if config.dry_run:
+            raise SystemExit(resolve_name("lightrl.plan.plan_program:dry_run")(config))
+        resolve_name("lightrl.trainers.fit:run_trainer")(resolve_name(chosen.trainer), config)
+    except KeyboardInterrupt:  # while modules are imported, or in a command; a run handles it itself
+        exit_interrupted()
     return 0
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lightrl import programs
 from lightrl.config import GRPOConfig
 from lightrl.programs import COMMANDS, TRAINERS, Command, main, start, train
 
@@ -99,3 +100,21 @@ def test_the_modules_are_programs_and_load_no_torch_for_help() -> None:
         )
         assert done.stdout.startswith("usage: "), done.stderr
         assert done.stdout.endswith("\nFalse\n")
+
+
+@pytest.mark.parametrize("words", [["train", "grpo"], ["hash", "/nowhere"]])
+def test_ctrl_c_while_modules_are_imported_is_told_in_a_line(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(name: str) -> object:
+        if name == "lightrl.programs:train":
+            return train
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(programs, "resolve_name", interrupted)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "[rank 1] interrupted\n"

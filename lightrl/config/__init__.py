@@ -7,6 +7,7 @@ read. runs.py, evaluate.py: the config of each kind of run.
 
 from lightrl.config.command_line import (
     LateMistakeError,
+    exit_interrupted,
     exit_with_user_error,
     parse_config,
     print_text,
@@ -129,6 +130,7 @@ __all__ = [
     "check_own_options",
     "declared_type",
     "engine_arguments",
+    "exit_interrupted",
     "exit_with_user_error",
     "fits",
     "lr_scales",

@@ -151,11 +151,21 @@ def exit_with_user_error(error: BaseException) -> NoReturn:
 
 def print_user_error(error: BaseException) -> None:
     """Prints the error on every rank: torchrun stops the others as soon as the first one leaves."""
+    _print_last_word(f"error: {error}")
+
+
+def exit_interrupted() -> NoReturn:
+    """Ends the process after Ctrl-C, without a traceback, with code 130."""
+    _print_last_word("interrupted")
+    raise SystemExit(130)
+
+
+def _print_last_word(text: str) -> None:
     rank = os.environ.get("RANK")
     where = f"[rank {rank}] " if rank and os.environ.get("WORLD_SIZE", "1") != "1" else ""
-    sys.stderr.write(f"{where}error: {error}\n")
+    sys.stderr.write(f"{where}{text}\n")
     sys.stderr.flush()
-    leave_error(f"error: {error}")
+    leave_error(text)
 
 
 def _config_path(args: Sequence[str]) -> str:

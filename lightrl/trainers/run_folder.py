@@ -50,11 +50,8 @@ class RunFolder:
     """The folder of a run. Every rank knows the paths; only rank 0 writes."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self.checkpoints = root / "checkpoints"
-        self.final = root / "final"
-        self._metrics = root / "metrics.jsonl"
-        self._samples = root / "samples.jsonl"
+        self.root, self.checkpoints, self.final = root, root / "checkpoints", root / "final"
+        self._metrics, self._samples = root / "metrics.jsonl", root / "samples.jsonl"
 
     # ---- Opening -----------------------------------------------------------------------------------------------
 
