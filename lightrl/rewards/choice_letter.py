@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 
-_END_OF_THOUGHTS = "</think>"
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_BOX = re.compile(r"\\(?:boxed|fbox) *\{")
+from lightrl.rewards.answer_part import answer_part, behind_thoughts
+
 _DRESS = re.compile(
     r"\\(?:text(?:bf|rm|it|sf)?|math(?:bf|rm|it|sf)|bf|rm) *\{?|\\[()\[\]]|[{}$*`]|\\[ ,;:!]|~"
 )  # of a letter
@@ -38,14 +37,9 @@ def stated_choice(text: str) -> str:
     A letter in a box or in tags may have its option's text behind it: \boxed{\textbf{(C)}\ 18}. A response that names
     another letter after its answer settles on none.
     """
-    for part in (text.rpartition(_END_OF_THOUGHTS)[2], text):
-        if not part.strip():
-            continue
-        boxes, tagged = list(_BOX.finditer(part)), _TAGGED.findall(part)
-        if boxes:
-            return _labelled(_content(part, boxes[-1].end()))
-        return _labelled(tagged[-1]) if tagged else _in_words(_undressed(part))
-    return ""
+    part = behind_thoughts(text)
+    content = answer_part(part)
+    return _in_words(_undressed(part)) if content is None else _labelled(content)
 
 
 def _labelled(content: str) -> str:
@@ -78,13 +72,3 @@ def _found(match: re.Match[str] | None) -> str:
 
 def _undressed(text: str) -> str:
     return re.sub(r"[ \t]+", " ", _DRESS.sub(lambda mark: " " if mark[0][-1] in " ~,;:!" else "", text)).strip()
-
-
-def _content(text: str, start: int) -> str:
-    """Returns what stands between the brace that ends before `start` and its partner."""
-    depth = 1
-    for index, character in enumerate(text[start:], start):
-        depth += (character == "{") - (character == "}")
-        if not depth:
-            return text[start:index]
-    return ""

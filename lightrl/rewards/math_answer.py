@@ -10,15 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 from lightrl.records import Sample
+from lightrl.rewards.answer_part import END_OF_THOUGHTS, TAGGED
 from lightrl.rewards.choice_letter import choice_of, stated_choice
 from lightrl.rewards.math_notation import in_latex, is_marked, with_marks
-from lightrl.rewards.measures import has_other_unit, split_letter, split_measure, without_unit
+from lightrl.rewards.measures import has_other_base, has_other_unit, split_letter, split_measure, unit_of, without_unit
 from lightrl.rewards.scoring import Isolation, NoVerdictError
 from lightrl.rewards.text_match import expected_answer
 
 _FINAL_ANSWER = "####"  # precedes the answer in the solutions of word problems
-_END_OF_THOUGHTS = "</think>"
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _WORD = re.compile(r"(?<![\\A-Za-z{])(?!and\b)[A-Za-z]{3,}")
 # Beside a tag, or Markdown's marks of bold, italics and code, math-verify finds no number or another one.
 _OPENING_MARKS = re.compile(r"</?[A-Za-z_]{2,}>|(?:(?<=[\s(>:])|^)[*`]{1,3}(?=\S)")
@@ -80,7 +79,7 @@ def _is_right(verifier: Any, answer: str, expected: list[Any], text: str) -> boo
     if _LETTERS.search(answer) or (is_right and _LETTERS.search(text)):
         is_right = _are_equal_with_letters(verifier, answer, expected, text, given, is_right)
     number, unit = split_measure(answer)
-    if unit and has_other_unit(text, number, unit):
+    if has_other_unit(text, number, unit or unit_of(answer)) or has_other_base(text, answer):
         return False
     if is_right:
         return True
@@ -166,8 +165,8 @@ def _parse_expected(verifier: Any, answer: str) -> list[Any]:
 
 def _parse_given(verifier: Any, text: str) -> list[Any]:
     """Parses the response's answer, which stands behind its thoughts, if anything does."""
-    for part in (text.rpartition(_END_OF_THOUGHTS)[2], text):
-        tagged = [] if "\\boxed" in part else _TAGGED.findall(part)
+    for part in (text.rpartition(END_OF_THOUGHTS)[2], text):
+        tagged = [] if "\\boxed" in part else TAGGED.findall(part)
         if parsed := _parse_any(verifier, _forms_of(tagged[-1]) if tagged else [part]):
             return parsed
     return []

@@ -1,0 +1,34 @@
+r"""Finds the part of a response that holds its answer: the last \boxed{} or <answer>."""
+
+from __future__ import annotations
+
+import re
+
+END_OF_THOUGHTS = "</think>"
+TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+_BOX = re.compile(r"\\(?:boxed|fbox) *\{")
+
+
+def behind_thoughts(text: str) -> str:
+    """Returns what follows the thoughts, or the whole text if nothing does."""
+    part = text.rpartition(END_OF_THOUGHTS)[2]
+    return part if part.strip() else text
+
+
+def answer_part(text: str) -> str | None:
+    """Returns the content of the last box, or else of the last tags; None if the text has neither."""
+    boxes = list(_BOX.finditer(text))
+    if boxes:
+        return _content(text, boxes[-1].end())
+    tagged = TAGGED.findall(text)
+    return str(tagged[-1]) if tagged else None
+
+
+def _content(text: str, start: int) -> str:
+    """Returns what stands between the brace that ends before `start` and its partner."""
+    depth = 1
+    for index, character in enumerate(text[start:], start):
+        depth += (character == "{") - (character == "}")
+        if not depth:
+            return text[start:index]
+    return ""
