@@ -11,7 +11,9 @@ from typing import Any
 
 from lightrl.records import Sample
 from lightrl.rewards.answer_part import END_OF_THOUGHTS, TAGGED
+from lightrl.rewards.answer_words import is_qualified
 from lightrl.rewards.choice_letter import choice_of, stated_choice
+from lightrl.rewards.clock_time import is_at, time_of
 from lightrl.rewards.math_notation import in_latex, is_marked, with_marks
 from lightrl.rewards.measures import has_other_base, has_other_unit, split_letter, split_measure, unit_of, without_unit
 from lightrl.rewards.scoring import Isolation, NoVerdictError
@@ -22,7 +24,7 @@ _WORD = re.compile(r"(?<![\\A-Za-z{])(?!and\b)[A-Za-z]{3,}")
 # Beside a tag, or Markdown's marks of bold, italics and code, math-verify finds no number or another one.
 _OPENING_MARKS = re.compile(r"</?[A-Za-z_]{2,}>|(?:(?<=[\s(>:])|^)[*`]{1,3}(?=\S)")
 _CLOSING_MARKS = re.compile(r"(?<=[^\s^_])[*`]{1,3}(?=[\s.,;:!?)<]|$)")
-_LETTERS = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{1,2}[\s.]*(?:[}$]|\\[)\]]|$)", re.MULTILINE)
+_LETTERS = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{1,2}[\s.]*(?:[}$<]|\\[)\]]|$)", re.MULTILINE)
 _PLAIN_NUMBER = re.compile(r"[-+]?[\d.,/]+")
 _SUFFIXES = ("st", "nd", "rd", "th", "hr", "yr", "ft", "lb", "gm", "sq", "am", "pm", "mm", "cm", "km", "kg")
 _SMALL, _LARGE = 1e-6, 1e15  # beyond these, the decimals to which math-verify rounds say nothing
@@ -74,6 +76,10 @@ def _with_verifier() -> MathAnswer:
 
 
 def _is_right(verifier: Any, answer: str, expected: list[Any], text: str) -> bool:
+    if time := time_of(answer):
+        return is_at(time, text)
+    if is_qualified(text) and not is_qualified(f"<answer>{answer}</answer>"):
+        return False
     given = _parse_given(verifier, text)
     is_right = _are_equal(verifier, expected, given)
     if _LETTERS.search(answer) or (is_right and _LETTERS.search(text)):
@@ -107,7 +113,10 @@ def _are_equal(verifier: Any, expected: list[Any], given: list[Any]) -> bool:
         return is_same
     settings = {"timeout_seconds": None, "raise_on_error": True, "allow_set_relation_comp": True}  # [1,2], 1 <= x <= 2
     numbers = _of_percent(expected), _of_percent(given)
-    is_right = verifier.verify(expected, given, **settings)
+    try:
+        is_right = verifier.verify(expected, given, **settings)
+    except KeyError:  # of a relation that math-verify cannot turn round, such as x != 5
+        return False
     return bool(is_right or (numbers != (expected, given) and verifier.verify(*numbers, **settings)))
 
 

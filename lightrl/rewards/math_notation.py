@@ -19,6 +19,9 @@ _SYMBOLS = str.maketrans(
         "\u221e": r"\infty ",
         "\u2205": r"\emptyset ",
         "\u00b0": r"^\circ ",
+        "\u2260": r"\ne ",
+        "\u2264": r"\le ",
+        "\u2265": r"\ge ",
     }
 )
 _RAISED = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207b]+")
@@ -35,14 +38,24 @@ _IN_LATEX = [
     ),
     (re.compile(r"(?:\u221a|(?<![\\A-Za-z])sqrt) *(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[A-Za-z]))"), r"\\sqrt{\1\2}"),
     (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset"),
+    (re.compile(r"\\not *="), r"\\ne "),
     (re.compile(r"(?<![^\s>{(:=])(?:negative|minus) (?=\d)", re.IGNORECASE), "-"),
     (re.compile(r"\^ *(-\d+)"), r"^{\1}"),
     (re.compile(r"(?<![\\.{])(?<!left)(?<!right)[.,](?=\s*\})"), ""),
     (re.compile(r"\\boxed\{ *(?:\\text\{)? *\(?([A-J])[).:] [^{}=]*\}? *\}"), r"\\boxed{\1}"),  # with its option's text
 ]
+# It reads 5 of \ge 5, and of 5 million.
+_WITHOUT_LEFT_SIDE = re.compile(
+    r"(\\boxed *\{|\\\(|\\\[|(?<!\\)\$) *"
+    r"(?=(?:\\(?:geq?|leq?|geqslant|leqslant|neq?|gt|lt|not|neg|lnot|equiv|mod)(?![A-Za-z])|[<>\u2260\u2264\u2265]))"
+)
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])\d+(?:\.\d+)?[eE][-+]?\d{1,3}(?!\.?\w)")  # it reads 1e6 as e times 6
-_LARGE = re.compile(r"(?<![\w.,/^])(\d{1,9}(?:\.\d{1,9})?) (million|billion|trillion)(?![A-Za-z])")  # it reads the 5
-_POWERS = {"million": 6, "billion": 9, "trillion": 12}
+_WORDS_OF_POWERS = "hundred|thousand|million|billion|trillion"
+_LARGE = re.compile(
+    rf"(?<![\w.,/^])(\d{{1,9}}(?:\.\d{{1,9}})?) *"
+    rf"(?:(?<= )({_WORDS_OF_POWERS})(?![A-Za-z])|\\text *\{{ *({_WORDS_OF_POWERS}) *\}})"
+)
+_POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 # It reads 1 of 3 1/2.
 _MIXED = re.compile(r"(?<![\w.,/^_}\\)])(\d{1,6})(?: |\\ |~)+(\d+)/(\d+)(?![\w/.]*\w)")
 _VULGAR = re.compile(r"(?<![\w.,/^_}\\)])(\d{0,6}) ?([\u00bc-\u00be\u2150-\u215e])")
@@ -66,7 +79,7 @@ def in_latex(text: str) -> str:
         text = pattern.sub(latex, text)
     text = _REPEATING.sub(_as_fraction, text.translate(_SYMBOLS))
     text = _PERCENT.sub(_in_decimals, _VULGAR.sub(_in_one_fraction, _MIXED.sub(_in_one_fraction, text)))
-    text = _LARGE.sub(lambda match: f"{Decimal(match[1]).scaleb(_POWERS[match[2]]):f}", text)
+    text = _WITHOUT_LEFT_SIDE.sub(r"\1x", _LARGE.sub(_in_digits, text))
     return _SCIENTIFIC.sub(lambda match: f"{Decimal(match[0]):f}", text)
 
 
@@ -86,6 +99,10 @@ def _as_index(mark: str) -> Callable[[re.Match[str]], str]:
         return f"{mark}{index}" if len(index) == 1 else f"{mark}{{{index}}}"
 
     return written
+
+
+def _in_digits(large: re.Match[str]) -> str:
+    return f"{Decimal(large[1]).scaleb(_POWERS[large[2] or large[3]]):f}"
 
 
 def _as_fraction(repeating: re.Match[str]) -> str:

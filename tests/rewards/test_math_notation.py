@@ -32,6 +32,11 @@ REWRITTEN = {
     "It is negative 5.": "It is -5.",
     "5 million": "5000000",
     "2.5 billion": "2500000000",
+    r"5 \text{ thousand}": "5000",
+    # Relations.
+    r"\boxed{ \geq 5}": r"\boxed{x\geq 5}",
+    r"$< 5$": r"$x< 5$",
+    r"x \not= 5": r"x \ne  5",
     # Signs of Unicode.
     "\u22125": "-5",
     "It is \u20135.": "It is -5.",
@@ -53,6 +58,9 @@ def test_a_notation_is_written_in_latex(text: str) -> None:
     "text",
     [
         "3 5/2",
+        "5thousand",
+        r"\boxed{x \geq 5}",
+        r"\boxed{\left(1,2\right)}",
         "31/2",
         r"\pi",
         r"\text{log}",
