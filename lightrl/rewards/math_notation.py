@@ -7,6 +7,7 @@ import unicodedata
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
+from itertools import pairwise
 
 # math-verify reads 5 of a plain text with a minus sign of Unicode in front, and of 5 with a raised 2.
 _SYMBOLS = str.maketrans(
@@ -70,6 +71,15 @@ _PERCENT = re.compile(
 
 # At the end of a plain text, it reads the 2 of 2\sqrt{3}.
 _UNMARKED = re.compile(r"(?<![^\s:])(?=[^\s$]{0,200}\\[a-z])([^\s$]{1,200}?)(?=[.,;]?\s*\Z)")
+# And the 5 of 5x^2, 5 + 2i, (7, 5) and x > 5, behind one of these.
+_LEAD = re.compile(r"(?:^|[=:](?= )|\b(?:is|are|be|equals?|gets?|gives?|answer)(?= ))\s*", re.IGNORECASE | re.MULTILINE)
+_WORD = re.compile(r"(?:\\[A-Za-z]+|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|\d|[-+*/^=<>!,.:()\[\]{}|_%'])+|and|or")
+# What may stand before a space in it, and behind one: `5 + 2i`, and not `5 m`.
+_BEFORE = re.compile(r"(?:[-+*/=<>,(\[{|]|\\[A-Za-z]+|\b(?:or|and))$")
+_BEHIND = re.compile(r"[-+*/=<>)\]}|\\]|(?:or|and)$")
+_ARITHMETIC = re.compile(r"[-+*/^().%\d\s]*|[-+]?\d{1,3}(?:,\d{3})+|\(?[A-Za-z]\)?|[\d.]+ ?h")
+_FAR = 100  # characters
+_GLUED = re.compile(r"(?<![^\s=])(?=[\d.]+(?:[xyznabi]\b|[A-Za-z]\^|\^[A-Za-z{]|\\(?:pi|sqrt|frac|ln|sin|cos)))")
 
 
 def in_latex(text: str) -> str:
@@ -84,8 +94,32 @@ def in_latex(text: str) -> str:
 
 
 def with_marks(text: str) -> str:
-    """Puts dollar signs around an expression in LaTeX with which a text without any other mark ends."""
-    return text if is_marked(text) else _UNMARKED.sub(r"$\1$", text)
+    """Puts dollar signs around an expression with which a text without any other mark ends.
+
+    A number elsewhere that is part of an expression, such as the 5 of `5x^2 is it`, gets a brace: it is none by itself.
+    """
+    if is_marked(text):
+        return text
+    start, end = _expression_at_end(text)
+    if start < end:
+        marked = _WITHOUT_LEFT_SIDE.sub(r"\1x", f"${text[start:end]}$")
+        return f"{_GLUED.sub('{', text[:start])}{marked}{text[end:]}"
+    marked = _UNMARKED.sub(r"$\1$", text)
+    return marked if marked != text else _GLUED.sub("{", text)
+
+
+def _expression_at_end(text: str) -> tuple[int, int]:
+    """Returns the range of the expression that is the last clause of a text; an empty one if there is none."""
+    end = len(text.rstrip(" \t\r\n.;!"))
+    begin = max(end - _FAR, 0)
+    for lead in reversed(list(_LEAD.finditer(text, begin, end))):
+        clause = text[lead.end() : end]
+        if clause:
+            words = clause.split()
+            is_joined = all(_BEFORE.search(word) or _BEHIND.match(behind) for word, behind in pairwise(words))
+            is_whole = is_joined and all(map(_WORD.fullmatch, words)) and not _ARITHMETIC.fullmatch(clause)
+            return (lead.end(), end) if is_whole else (end, end)
+    return end, end
 
 
 def is_marked(text: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from linear_time import require_linear
 
 from lightrl.rewards.math_notation import in_latex, with_marks
 
@@ -82,9 +83,29 @@ def test_other_text_stays_as_it_is(text: str) -> None:
         (r"It is 2\sqrt{3}.", r"It is $2\sqrt{3}$."),
         (r"x=5\pi", r"$x=5\pi$"),
         (r"Of $5\pi$ and 2\sqrt{3}", r"Of $5\pi$ and 2\sqrt{3}"),
-        (r"2\sqrt{3} is right", r"2\sqrt{3} is right"),
+        (r"2\sqrt{3} is right", r"{2\sqrt{3} is right"),
         ("It is 5.", "It is 5."),
+        ("It is 5x^2.", "It is $5x^2$."),
+        ("5 + 2i", "$5 + 2i$"),
+        ("The answer is (7, 5).", "The answer is $(7, 5)$."),
+        ("Answer: 5 or 7", "Answer: $5 or 7$"),
+        (r"It is 5 \times 10^3.", r"It is $5 \times 10^3$."),
+        ("It is > 5.", "It is $x> 5$."),
+        ("5x^2 is right, and 5i", "{5x^2 is right, and {5i"),
+        ("It is x = 5", "It is x = 5"),
+        ("It is 2 + 3.", "It is 2 + 3."),
+        ("It is 1,234!", "It is 1,234!"),
+        ("It is 5 m, 5h", "It is 5 m, 5h"),
+        ("It is a 5", "It is a 5"),
+        ("It is 5 because x > 4.", "It is 5 because x > 4."),
+        ("It is 5 apples", "It is 5 apples"),
+        ("It is (A)", "It is (A)"),
     ],
 )
 def test_an_expression_at_the_end_of_a_plain_text_is_marked(text: str, marked: str) -> None:
     assert with_marks(text) == marked
+
+
+def test_long_texts_take_no_time() -> None:
+    for piece in ("= ", "x + ", "5x^2 ", "is ", r"\x ", "\n"):
+        require_linear(with_marks, lambda n, p=piece: p * n, 3000)
