@@ -78,7 +78,9 @@ def of_a_trainer(folder: Path) -> Names:
     )
     own = {"Trainer": Trainer, "RunContext": RunContext, "RolloutConfig": RolloutConfig, "StepReport": StepReport}
     calls = {"parse_config": parse_config, "run_trainer": None, "sync_engine": sync_engine}
-    return own | calls | {"trainer": PPOTrainer(config), "num_prompts": 4}
+    loop = {"create_strategy": create_strategy, "config": config, "model": torch.nn.Linear(1, 1), "num_updates": 1}
+    loop |= {"micro_batches": [torch.ones(1, 1)] * 2, "count": 1, "total": 2, "loss": lambda model, x: model(x).sum()}
+    return own | calls | loop | {"trainer": PPOTrainer(config), "num_prompts": 4}
 
 
 def of_an_engine(_: Path) -> Names:

@@ -20,7 +20,8 @@ from lightrl.testing import StrategyContract, run_spmd
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN = ROOT / "scripts" / "train_grpo.py"
 PROGRAMS = {  # each with arguments that it accepts
-    "custom_trainer": "", "loop": "", "remax": "", "rollouts": "3", "small_models": "lcm folder", "smollm2": "folder",
+    "custom_trainer": "", "loop": "", "own_loop": "", "remax": "", "rollouts": "3", "small_models": "lcm folder",
+    "smollm2": "folder",
 }  # fmt: skip
 
 
@@ -46,6 +47,7 @@ def test_digit_reward_counts_characters_in_place(response: str, reward: float) -
         ("custom_trainer", "--max_steps many", 2, "many"),
         ("loop", "--num_prompts 0", 2, "error: --num_prompts is 0: it must be"),
         ("loop", "--max_steps -1", 2, "error: --max_steps is -1: it must be"),
+        ("own_loop", "--max_steps -1", 2, "error: --max_steps is -1: it must be"),
         ("remax", "--group_size 0", 2, "error: --group_size is 0: it must be"),
         ("rollouts", "many", 2, "error: argument steps: invalid int value: 'many'"),
         ("small_models", "calculator file", 1, "error: [Errno 20] Not a directory"),
