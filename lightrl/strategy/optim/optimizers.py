@@ -183,7 +183,7 @@ def build_lr_scheduler(optimizer: Optimizer, config: OptimConfig, total_steps: i
     factor = partial(
         lr_factor,
         kind=config.schedule,
-        warmup_steps=config.warmup_steps or int(config.warmup_ratio * total_steps),
+        warmup_steps=config.warmup_steps or int(config.warmup_ratio * total_steps + 1e-9),  # 0.57 x 100 is 56.99...
         total_steps=total_steps,
         min_ratio=config.min_lr / peak if config.min_lr and peak else config.min_lr_ratio,
     )

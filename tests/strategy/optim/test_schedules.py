@@ -54,6 +54,13 @@ def test_constant_after_a_warm_up_by_ratio() -> None:
     check(factors(6, warmup_ratio=0.4), [0.25, 0.5, 0.75, 1.0, 1.0, 1.0])  # 40 % of 10 = 4 of warm-up
 
 
+def test_a_warm_up_by_ratio_is_not_cut_short_by_rounding() -> None:
+    # 57 % of 100 are 57 steps, though 0.57 * 100 is 56.99999999999999: the first rate is 1/57, the 57th is the peak
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = build_lr_scheduler(optimizer, OptimConfig(warmup_ratio=0.57), total_steps=100)
+    check([scheduler.get_last_lr()[0], scheduler.lr_lambdas[0](55)], [1 / 57, 56 / 57])
+
+
 def test_the_same_thing_said_twice_is_refused() -> None:
     with pytest.raises(ValueError, match=r"--optim.min_lr 1e-05 and --optim.min_lr_ratio 0.1 say the same"):
         GRPOConfig(optim=OptimConfig(min_lr=1e-5, min_lr_ratio=0.1))
