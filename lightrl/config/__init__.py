@@ -31,7 +31,13 @@ from lightrl.config.options import (
     section,
     to_yaml,
 )
-from lightrl.config.rollout_sections import EvalConfig, ExampleEvalConfig, RewardConfig, WorkflowConfig
+from lightrl.config.rollout_sections import (
+    EvalConfig,
+    ExampleEvalConfig,
+    RewardConfig,
+    SamplingConfig,
+    WorkflowConfig,
+)
 from lightrl.config.runs import (
     BUILTIN_MODEL,
     DPOConfig,
@@ -42,7 +48,6 @@ from lightrl.config.runs import (
     RMConfig,
     RolloutConfig,
     RunConfig,
-    SamplingConfig,
     SFTConfig,
 )
 from lightrl.config.sections import (

@@ -1,4 +1,4 @@
-"""Rewards, and the options --rollout.* and --eval.*: what makes a sample, when it is trained, and evaluations."""
+"""Sampling, rewards, and the options --rollout.* and --eval.*: what makes a sample, when it is trained, evaluations."""
 
 from __future__ import annotations
 
@@ -7,9 +7,45 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightrl.config.options import check_needed, option, section
+from lightrl.config.options import check_needed, nearest_multiples, option, section
 from lightrl.config.sections import CodeConfig, JudgeConfig
-from lightrl.config.temperatures import check_temperatures
+from lightrl.config.temperatures import ABOVE_ZERO, check_temperatures
+
+
+@dataclass(kw_only=True)
+class SamplingConfig:
+    """How many responses are sampled, how, and how they are split into updates."""
+
+    __slots__ = ()
+
+    num_prompts: int = option(16, at_least=1, at_most=1_000_000)
+    """Prompts per step, over all ranks."""
+    group_size: int = option(16, at_least=1, at_most=1_000_000)
+    """Samples per prompt."""
+    num_minibatches: int = option(1, at_least=1, check=lambda config: _check_minibatches(config))
+    """Optimizer steps per pass over a step's samples. The prompts are split evenly among them."""
+    num_epochs: int = option(1, at_least=1)
+    """Passes over a step's samples."""
+    max_new_tokens: int = option(8, at_least=1)
+    """Maximum length of a response, in tokens."""
+    temperature: float = option(1.0, above=0, wanted=ABOVE_ZERO, check=check_temperatures)
+    """Sampling temperature. The training logprobs are those of the same distribution."""
+    stop: tuple[str, ...] = option((), check=lambda config: _check_stop(config.stop))
+    """Texts that end a response, in training and evaluation, besides the model's own end tokens. The tokens up to the
+    one that completes such a text are trained on, and rewards read the text with it."""
+
+
+def _check_stop(texts: tuple[str, ...]) -> None:
+    if "" in texts:
+        raise ValueError("--stop has an empty text, which is in every response. Give texts of at least one character.")
+
+
+def _check_minibatches(config: SamplingConfig) -> None:
+    num_prompts, num_minibatches = config.num_prompts, config.num_minibatches
+    if num_prompts % num_minibatches:
+        hint = nearest_multiples(num_prompts, num_minibatches, "--num_prompts")
+        uneven = f"--num_prompts {num_prompts} cannot be split evenly into --num_minibatches {num_minibatches}."
+        raise ValueError(f"{uneven} {hint}")
 
 
 @dataclass(kw_only=True, slots=True)

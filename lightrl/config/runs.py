@@ -11,9 +11,16 @@ from lightrl.config.export_sections import ExportOptions
 from lightrl.config.health_section import GroupHealthConfig, HealthConfig, RolloutHealthConfig
 from lightrl.config.kept_cache import KEEPING_ENGINE, check_keep_cache
 from lightrl.config.log_sections import LogConfig, RolloutLogConfig
-from lightrl.config.options import check_options, constant, nearest_multiples, option, section, without
+from lightrl.config.options import check_options, constant, option, section, without
 from lightrl.config.reference_section import ReferenceOptions
-from lightrl.config.rollout_sections import EvalConfig, ExampleEvalConfig, RewardConfig, WorkflowConfig, check_eval
+from lightrl.config.rollout_sections import (
+    EvalConfig,
+    ExampleEvalConfig,
+    RewardConfig,
+    SamplingConfig,
+    WorkflowConfig,
+    check_eval,
+)
 from lightrl.config.sections import (
     AlgorithmConfig,
     CriticConfig,
@@ -29,7 +36,6 @@ from lightrl.config.sections import (
     SharingConfig,
 )
 from lightrl.config.strategy import CriticTrainingConfig, EngineConfig, ExactConfig, StrategyOptions
-from lightrl.config.temperatures import ABOVE_ZERO, check_temperatures
 from lightrl.config.truncation import check_truncation, truncated_engine
 
 BUILTIN_MODEL = "builtin:addition"
@@ -157,29 +163,6 @@ class RunConfig(StrategyOptions, ExportOptions, BasicConfig):
 
 
 @dataclass(kw_only=True)
-class SamplingConfig:
-    """How many responses are sampled, how, and how they are split into updates."""
-
-    __slots__ = ()
-
-    num_prompts: int = option(16, at_least=1, at_most=1_000_000)
-    """Prompts per step, over all ranks."""
-    group_size: int = option(16, at_least=1, at_most=1_000_000)
-    """Samples per prompt."""
-    num_minibatches: int = option(1, at_least=1, check=lambda config: _check_minibatches(config))
-    """Optimizer steps per pass over a step's samples. The prompts are split evenly among them."""
-    num_epochs: int = option(1, at_least=1)
-    """Passes over a step's samples."""
-    max_new_tokens: int = option(8, at_least=1)
-    """Maximum length of a response, in tokens."""
-    temperature: float = option(1.0, above=0, wanted=ABOVE_ZERO, check=check_temperatures)
-    """Sampling temperature. The training logprobs are those of the same distribution."""
-    stop: tuple[str, ...] = option((), check=lambda config: _check_stop(config.stop))
-    """Texts that end a response, in training and evaluation, besides the model's own end tokens. The tokens up to the
-    one that completes such a text are trained on, and rewards read the text with it."""
-
-
-@dataclass(kw_only=True)
 class TruncationConfig:
     """The part of the vocabulary that responses are drawn from."""
 
@@ -195,19 +178,6 @@ class TruncationConfig:
     def is_truncated(self) -> bool:
         """Whether responses are drawn from a part of the vocabulary."""
         return self.top_p < 1 or self.top_k > 0
-
-
-def _check_stop(texts: tuple[str, ...]) -> None:
-    if "" in texts:
-        raise ValueError("--stop has an empty text, which is in every response. Give texts of at least one character.")
-
-
-def _check_minibatches(config: SamplingConfig) -> None:
-    num_prompts, num_minibatches = config.num_prompts, config.num_minibatches
-    if num_prompts % num_minibatches:
-        hint = nearest_multiples(num_prompts, num_minibatches, "--num_prompts")
-        uneven = f"--num_prompts {num_prompts} cannot be split evenly into --num_minibatches {num_minibatches}."
-        raise ValueError(f"{uneven} {hint}")
 
 
 @dataclass(kw_only=True, slots=True)
