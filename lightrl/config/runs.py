@@ -287,6 +287,19 @@ class GRPOConfig(ReferenceOptions, RolloutConfig):
         """Whether a step may learn from samples of older weights than the engine has."""
         return self.dynamic_sampling.enabled or self.rollout.max_staleness > 0
 
+    def scores_first(self, *, has_older: bool, selects: bool) -> bool:
+        """Returns whether the policy scores all samples of a step before its first update.
+
+        A single update needs no such pass, since its own forward gives the logprobs before it, unless tokens are
+        selected by their scores or a sample is compared with another policy.
+
+        Args:
+            has_older: Whether a sample has tokens of older weights.
+            selects: Whether tokens are selected over a whole update.
+        """
+        several = self.optimizer_steps_per_step > 1 or has_older
+        return selects or (several and self.algorithm.ratio_to == "recompute")
+
 
 def _check_dynamic_sampling(config: GRPOConfig) -> None:
     if config.dynamic_sampling.enabled and config.group_size < 2:
@@ -337,6 +350,21 @@ class PPOConfig(ReferenceOptions, RolloutConfig):
         frozen = 0 if self.optim.schedule_unit == "rl_step" else min(self.critic.policy_frozen_steps, self.max_steps)
         per_step = self.schedule_length // max(1, self.max_steps)
         return self.schedule_length - frozen * per_step
+
+    def scores_first(self, *, has_older: bool, is_frozen: bool) -> bool:
+        """Returns whether the policy scores all samples of a step before its first update.
+
+        A single update needs no such pass, since its own forward gives the logprobs before it, unless the reward has a
+        KL term, a sample is compared with another policy, or the policy is frozen, so that no update can measure the
+        mismatch.
+
+        Args:
+            has_older: Whether a sample has tokens of older weights.
+            is_frozen: Whether only the critic learns in the step.
+        """
+        source, several = self.algorithm.ratio_to, self.optimizer_steps_per_step > 1 or has_older
+        is_wanted = self.algorithm.kl_in_reward != "none" or is_frozen
+        return (several and source == "recompute") or (is_wanted and source != "engine")
 
 
 # ---- Runs that learn from the answers in their data --------------------------------------------------------------

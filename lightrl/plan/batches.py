@@ -6,9 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightrl.algorithms.registry import LossTraits, find, traits_of
 from lightrl.config import (
-    AlgorithmConfig,
     DPOConfig,
     GRPOConfig,
     OfflineConfig,
@@ -20,6 +18,7 @@ from lightrl.config import (
 from lightrl.plan.activations import PackShape
 from lightrl.plan.models import Model
 from lightrl.plan.rectangles import is_tied
+from lightrl.trainers.token_selection import needs_selection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,23 +131,17 @@ def passes_of(config: RunConfig) -> Passes:
     assert isinstance(config, GRPOConfig | PPOConfig)
     trained, scored = config.optimizer_steps_per_step // config.num_minibatches, 1
     has_values = isinstance(config, PPOConfig) and config.critic.shared_backbone  # the same pass gives both
-    scored += has_values or _scores_before(config)
+    scored += has_values or _scores_first(config)
     scored += config.algorithm.kl_coef > 0
     return Passes(trained=trained, scored=scored)
 
 
-def _scores_before(config: GRPOConfig | PPOConfig) -> bool:
+def _scores_first(config: GRPOConfig | PPOConfig) -> bool:
     """Returns whether the policy scores all samples of a step, older ones among them, before the first update."""
-    source = config.algorithm.ratio_to
-    several = config.optimizer_steps_per_step > 1 or config.samples_can_be_older
+    older = config.samples_can_be_older
     if isinstance(config, PPOConfig):
-        return (several and source == "recompute") or (config.algorithm.kl_in_reward != "none" and source != "engine")
-    return (several and source == "recompute") or _selects_tokens(config.algorithm)
-
-
-def _selects_tokens(algorithm: AlgorithmConfig) -> bool:
-    by_loss = traits_of(find("loss", algorithm.loss), LossTraits).selects_tokens is not None
-    return by_loss or bool(algorithm.selection_args) or algorithm.entropy_fraction != 1
+        return config.scores_first(has_older=older, is_frozen=False)
+    return config.scores_first(has_older=older, selects=needs_selection(config.algorithm))
 
 
 def active_weights(hf_config: Any, model: Model) -> float:

@@ -190,14 +190,8 @@ class GRPOTrainer(Trainer):
 
     @property
     def _needs_scores(self) -> bool:
-        """Whether the policy scores all samples before the first update, alike on every rank.
-
-        A single update needs no such pass, since its own forward gives the logprobs before it, unless tokens are
-        selected by their scores or a sample is compared with another policy.
-        """
-        recomputes = self.objective.ratio_to == "recompute"
-        several = self.config.optimizer_steps_per_step > 1
-        return self.selector is not None or (recomputes and (several or bool(self.updates.stale)))
+        """Whether the policy scores all samples before the first update, alike on every rank."""
+        return self.config.scores_first(has_older=bool(self.updates.stale), selects=self.selector is not None)
 
     def _load_teacher(self) -> nn.Module:
         with self.strategy.comm.phase("loading the teacher model", local=True):

@@ -43,6 +43,7 @@ from lightrl.rewards.scoring import has_reward
 from lightrl.trainers.coefficients import Coefficients
 from lightrl.trainers.loss_terms import LossTerm, MicroBatch, optional_terms
 from lightrl.trainers.router_terms import RouterTerm
+from lightrl.trainers.token_selection import needs_selection
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -115,7 +116,7 @@ class PolicyLoss:
     def _add_terms(self, config: AlgorithmConfig, **parts: Unpack[LossParts]) -> None:
         distillation = parts.get("distillation")
         self.ratio_to = config.ratio_to
-        if self.selects_tokens or config.selection_args or config.entropy_fraction != 1:
+        if needs_selection(config):
             self._check_selection(config, distillation, parts.get("has_selector", False))
             self.needs_selection = True
         follows = config.kl_target or config.entropy_target

@@ -325,16 +325,8 @@ class PPOTrainer(Trainer):
 
     @property
     def _needs_scores(self) -> bool:
-        """Whether the policy scores all samples before the first update.
-
-        A single update needs no such pass, since its own forward gives the logprobs before it, unless the reward has a
-        KL term, a sample is compared with another policy, or the policy is frozen, so that no update can measure the
-        mismatch.
-        """
-        source = self.objective.ratio_to
-        is_wanted = self.config.algorithm.kl_in_reward != "none" or self._is_frozen
-        several = self.config.optimizer_steps_per_step > 1 or bool(self.updates.stale)
-        return (several and source == "recompute") or (is_wanted and source != "engine")
+        """Whether the policy scores all samples before the first update, alike on every rank."""
+        return self.config.scores_first(has_older=bool(self.updates.stale), is_frozen=self._is_frozen)
 
     def _scored(self, batch: Batch) -> Batch:
         """Adds the policy's logprobs before the update and, on a shared body, the values."""

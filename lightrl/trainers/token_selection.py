@@ -23,13 +23,18 @@ from lightrl.seeding import mix_seed
 _SELECTION_STREAM = 4
 
 
+def needs_selection(config: AlgorithmConfig) -> bool:
+    """Returns whether the options need tokens that are chosen over a whole update, by a TokenSelector."""
+    return bool(_selection_of(config.loss) or config.selection_args) or config.entropy_fraction != 1
+
+
 class TokenSelector:
     """The choices that a run's options ask for, tried on two tokens before anything expensive."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self._entropy_fraction = config.entropy_fraction
         self._select: Callable[[UpdateTokens], Tensor] | None = None
-        select = traits_of(find("loss", config.loss), LossTraits).selects_tokens
+        select = _selection_of(config.loss)
         if select is not None:
             self._select = _bound_and_tried(select, config)
         elif config.selection_args:
@@ -67,6 +72,11 @@ class TokenSelector:
         return {name: _by_sample(experience, mask) for name, mask in masks.items()}
 
 
+def _selection_of(loss: str) -> Callable[..., Tensor] | None:
+    """Returns the function that chooses tokens for a loss, if that declares one."""
+    return traits_of(find("loss", loss), LossTraits).selects_tokens
+
+
 def _bound_and_tried(select: Callable[..., Tensor], config: AlgorithmConfig) -> Callable[[UpdateTokens], Tensor]:
     """Binds a selection's parameters and calls it once, so that a bad parameter raises before the run starts."""
     option = "--algorithm.selection_args"
@@ -93,7 +103,7 @@ def _bound_and_tried(select: Callable[..., Tensor], config: AlgorithmConfig) -> 
 
 
 def _selects_nothing(config: AlgorithmConfig) -> ValueError:
-    losses = (name for name in BUILTIN["loss"] if traits_of(find("loss", name), LossTraits).selects_tokens)
+    losses = (name for name in BUILTIN["loss"] if _selection_of(name))
     return ValueError(
         f"--algorithm.selection_args are given, but --algorithm.loss {config.loss} selects no tokens: only "
         f"{' and '.join(sorted(losses))} do, and losses of your own that are marked @loss(selects_tokens=...)."

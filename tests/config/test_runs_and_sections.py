@@ -336,3 +336,21 @@ def test_stop_strings_are_texts_with_something_in_them(capsys: pytest.CaptureFix
     path.write_text('stop: ["\\n", "</answer>"]\n')
     assert parse_config(GRPOConfig, ["--config", str(path)]).stop == ("\n", "</answer>")
     assert "--stop has an empty text" in fail(capsys, "--stop", "a", "")
+
+
+@pytest.mark.parametrize("more_updates", [{"num_minibatches": 2}, {"num_epochs": 2}, {}])
+def test_several_updates_and_older_samples_need_scores_before_the_first_update(more_updates: dict[str, int]) -> None:
+    """Unless the ratio compares with the engine; a selection needs the trainer's own scores all the same."""
+    is_needed = bool(more_updates)
+    for old_logprobs in ("recompute", "engine"):
+        recomputes = old_logprobs == "recompute"
+        grpo = GRPOConfig(algorithm=AlgorithmConfig(old_logprobs=old_logprobs), **more_updates)  # type: ignore[arg-type]
+        assert grpo.scores_first(has_older=False, selects=False) is (is_needed and recomputes)
+        assert grpo.scores_first(has_older=True, selects=False) is recomputes
+        assert grpo.scores_first(has_older=False, selects=True)
+        ppo = PPOConfig(algorithm=PPOAlgorithmConfig(old_logprobs=old_logprobs), **more_updates)  # type: ignore[arg-type]
+        assert ppo.scores_first(has_older=False, is_frozen=False) is (is_needed and recomputes)
+        assert ppo.scores_first(has_older=True, is_frozen=False) is recomputes
+        assert ppo.scores_first(has_older=False, is_frozen=True) is recomputes
+    in_reward = PPOAlgorithmConfig(kl_coef=0.1, kl_in_reward="k1", proximal="interpolate")
+    assert PPOConfig(algorithm=in_reward).scores_first(has_older=True, is_frozen=False)
