@@ -225,7 +225,7 @@ class Experience:
     advantage: float
     shaping: float = 0.0  # added to the reward before it became an advantage
     is_trained: bool = True  # False: none of its tokens counts in a loss
-    is_young: tuple[bool, ...] = ()  # one per response token, False = too old to train on; empty: none is too old
+    min_version: int = 0  # tokens of older weights are too old to count in a loss
 
     @property
     def num_tokens(self) -> int:
@@ -236,7 +236,14 @@ class Experience:
     def trained_tokens(self) -> tuple[bool, ...]:
         """Whether each response token counts in a loss."""
         own = self.sample.is_own if self.is_trained else (False,) * len(self.sample.response_ids)
-        return tuple(map(and_, own, self.is_young)) if self.is_young else own
+        is_young = (version >= self.min_version for version in self.sample.versions)
+        return tuple(map(and_, own, is_young)) if self.min_version else own
+
+    @property
+    def num_trained(self) -> int:
+        """Number of tokens that count in a loss, including those of the sample's branches."""
+        parts = (self.sample, *self.sample.branches)
+        return sum(replace(self, sample=part).trained_tokens.count(True) for part in parts)
 
     @property
     def key(self) -> tuple[int, int]:

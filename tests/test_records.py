@@ -32,6 +32,16 @@ def test_records_are_frozen_and_know_their_size() -> None:
         item.reward = 2.0  # type: ignore[misc]
 
 
+def test_trained_tokens_are_own_and_young() -> None:
+    aged = dataclasses.replace(SAMPLE, versions=(4, 5, 6), own=(True, True, False))
+    branch = dataclasses.replace(SAMPLE, versions=(4, 5, 5))
+    item = Experience(sample=dataclasses.replace(aged, branches=(branch,)), reward=0.0, advantage=0.0)
+    assert (item.trained_tokens, item.num_trained) == ((True, True, False), 2 + 3)
+    later = dataclasses.replace(item, min_version=5)
+    assert (later.trained_tokens, later.num_trained) == ((False, True, False), 1 + 2)
+    assert dataclasses.replace(later, is_trained=False).num_trained == 0
+
+
 def test_a_pack_moves_whole() -> None:
     batch = dummy_batch(temperature=0.5)
     moved = batch.to(torch.device("meta"))

@@ -102,8 +102,8 @@ def pack(
     owner = batch.sequence_index
     given = {name: _per_token(samples, column, name) for name, column in columns.items() if column is not None}
     trained = torch.tensor([item.is_trained for item in ordered])[owner]
-    if any(item.sample.own or item.is_young for item in ordered):
-        trained = trained & _own_young_tokens(ordered)
+    if any(item.sample.own or item.min_version for item in ordered):
+        trained = torch.tensor([is_trained for item in ordered for is_trained in item.trained_tokens])
     tensors: dict[str, Any] = {
         "advantages": torch.tensor([item.advantage for item in ordered], dtype=torch.float32)[owner],
         "sampler_logprobs": torch.tensor([p for s in samples for p in s.sampler_logprobs], dtype=torch.float32),
@@ -134,13 +134,6 @@ def _join_allowed(samples: Sequence[Sample]) -> Tensor:
         if sample.allowed is not None
     ]
     return torch.cat(pairs)
-
-
-def _own_young_tokens(ordered: Sequence[Experience]) -> Tensor:
-    """Returns the mask of tokens that the policy chose and that are young enough to train on."""
-    own = [is_own for item in ordered for is_own in item.sample.is_own]
-    masks = (item.is_young or (True,) * len(item.sample.response_ids) for item in ordered)
-    return torch.tensor(own) & torch.tensor([is_young for mask in masks for is_young in mask])
 
 
 def dummy_batch(*, temperature: float) -> PackedBatch:

@@ -20,7 +20,7 @@ from lightrl.data.sampler import shard
 from lightrl.engines.base import Completion, EnginePrompt, SamplingParams
 from lightrl.engines.stop_strings import stop_tokens
 from lightrl.metrics import Statistics
-from lightrl.records import Experience, Prompt, Sample, ScoredGroup
+from lightrl.records import Prompt, Sample, ScoredGroup
 from lightrl.rewards import AnyReward
 from lightrl.rewards.applicability import fail_unjudged
 from lightrl.rewards.reward_set import RewardSet, Scores, is_collective
@@ -257,12 +257,6 @@ def grouped(samples: Sequence[Sample], rewards: Sequence[float], size: int, step
     """Groups samples by prompt; those of a prompt must be adjacent."""
     parts = [slice(start, start + size) for start in range(0, len(samples), size)]
     return [ScoredGroup(samples=tuple(samples[part]), rewards=tuple(rewards[part]), step=step) for part in parts]
-
-
-def ungrouped(groups: Sequence[ScoredGroup]) -> list[Experience]:
-    """Returns the samples of groups with their rewards, as experiences that still lack advantages."""
-    pairs = [pair for group in groups for pair in zip(group.samples, group.rewards, strict=True)]
-    return [Experience(sample=sample, reward=reward, advantage=0.0) for sample, reward in pairs]
 
 
 def engine_prompt(prompt: Prompt) -> EnginePrompt:

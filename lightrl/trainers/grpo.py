@@ -17,7 +17,7 @@ from lightrl.rewards import OwnRewards
 from lightrl.rewards.components import ComponentKeeper
 from lightrl.rewards.reward_set import RewardSet, is_collective
 from lightrl.rollout.branches import with_branches
-from lightrl.rollout.collector import Prompts, grouped, is_truncated, ungrouped
+from lightrl.rollout.collector import Prompts, grouped, is_truncated
 from lightrl.rollout.dynamic_sampling import DynamicSampling
 from lightrl.seeding import mix_seed
 from lightrl.strategy import StrategyBase
@@ -134,7 +134,7 @@ class GRPOTrainer(Trainer):
 
     def compute_advantages(self, groups: Sequence[ScoredGroup]) -> list[Experience]:
         """Gives each sample its advantage over its group, which is still whole on this rank."""
-        experience = ungrouped(groups)
+        experience = self.updates.experience(groups, self.step_index)
         if self.config.overlong.buffer or self.config.overlong.mask_truncated:
             experience = self._without_overlong(experience)
         baselines = baselines_of(groups) if "greedy_baseline" in self.objective.traits.needs else None

@@ -218,7 +218,7 @@ class PolicyObjective(PolicyLoss):
         scored = ScoredSamples(
             rewards=_doubles(item.reward + item.shaping for item in kept),
             group_ids=torch.tensor([item.sample.position for item in kept], dtype=torch.int64),
-            lengths=_doubles(e.is_trained * sum(s.num_own for s in (e.sample, *e.sample.branches)) for e in kept),
+            lengths=_doubles(item.num_trained for item in kept),
             baselines=None if baselines is None else _doubles(baselines),
         )
         if self.traits.needs:

@@ -29,7 +29,7 @@ from lightrl.data.packing import (
 from lightrl.data.prompts import build_fitting_prompts, build_prompts, require_field
 from lightrl.data.sampler import PromptSampler, permutation, shard
 from lightrl.metrics import Statistics
-from lightrl.records import Experience, PackedBatch, Prompt, Sample
+from lightrl.records import Experience, PackedBatch, Prompt, Sample, ScoredGroup
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rewards.scoring import has_reward
 from lightrl.rollout.collector import Collector, Prompts, is_truncated, sampling_of
@@ -185,6 +185,11 @@ class PolicyUpdates:
         self._statistics = statistics
         self._observers = run.observers
         self.stale: Set[Key] = frozenset()  # the step's samples that older weights made
+
+    def experience(self, groups: Sequence[ScoredGroup], step: int) -> list[Experience]:
+        """Returns the samples of groups with their rewards, as experiences that still lack advantages."""
+        pairs = [pair for group in groups for pair in zip(group.samples, group.rewards, strict=True)]
+        return [Experience(sample=sample, reward=reward, advantage=0.0) for sample, reward in pairs]
 
     def deal(self, experience: list[Experience], step: int) -> Batch:
         """Returns this rank's samples of each update of an epoch; all ranks get about the same number of tokens.

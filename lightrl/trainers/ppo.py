@@ -24,7 +24,7 @@ from lightrl.rewards import OwnRewards
 from lightrl.rewards.reward_set import RewardSet, is_collective
 from lightrl.rewards.scoring import has_reward
 from lightrl.rollout.branches import with_branches
-from lightrl.rollout.collector import Prompts, grouped, ungrouped
+from lightrl.rollout.collector import Prompts, grouped
 from lightrl.strategy import StrategyBase
 from lightrl.trainers.fit import StepReport, Trainer
 from lightrl.trainers.objective import PolicyLoss
@@ -141,7 +141,7 @@ class PPOTrainer(Trainer):
 
     def pack(self, groups: Sequence[ScoredGroup]) -> Batch:
         """Distributes the samples with a reward over updates, and over ranks by their numbers of tokens."""
-        experience = [item for item in ungrouped(groups) if has_reward(item.reward)]
+        experience = [item for item in self.updates.experience(groups, self.step_index) if has_reward(item.reward)]
         experience = experience if self.run.workflow is None else with_branches(experience)
         return self.updates.deal(experience, self.step_index)
 

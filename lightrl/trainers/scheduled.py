@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -104,12 +104,15 @@ class YoungUpdates(PolicyUpdates):
         self._keeps_cache: bool = run.config.rollout.keep_cache
         self._step = 0
 
+    def experience(self, groups: Sequence[ScoredGroup], step: int) -> list[Experience]:
+        """Returns the samples with their rewards; their old tokens count in no statistic of trained tokens either."""
+        oldest = max(0, step - self._max_age) if self._max_age else 0
+        return [replace(item, min_version=oldest) for item in super().experience(groups, step)]
+
     def deal(self, experience: list[Experience], step: int) -> Batch:
-        """Masks old tokens, and distributes the samples over updates and ranks."""
+        """Counts old tokens and expired samples, and distributes the samples over updates and ranks."""
         self._step = step
-        if self._max_age:
-            experience = [self._without_old_tokens(item, step) for item in experience]
-        return super().deal(experience, step)
+        return super().deal([self._counted(item) for item in experience], step)
 
     def measure_mismatch(self, logprobs: Tensor, batch: PackedBatch) -> None:
         """Compares engine and trainer; with --rollout.keep_cache, also for tokens that read old keys and values.
@@ -125,16 +128,16 @@ class YoungUpdates(PolicyUpdates):
             self._statistics.maximum("mismatch/carried_max_abs", float(result["max_abs"]))
             self._statistics.mean("mismatch/carried_mean_abs", float(result["sum_abs"]), count)
 
-    def _without_old_tokens(self, item: Experience, step: int) -> Experience:
-        young = tuple(step - version <= self._max_age for version in item.sample.versions)
-        if all(young):
+    def _counted(self, item: Experience) -> Experience:
+        """Counts the tokens that are too old; a sample of only such tokens gets the status expired."""
+        num_young = replace(item, is_trained=True).trained_tokens.count(True)
+        if num_young == item.sample.num_own:
             return item
-        own = [is_young for is_young, is_own in zip(young, item.sample.is_own, strict=True) if is_own]
-        self._statistics.add("rollout/tokens_too_old", len(own) - sum(own))
-        if any(own):
-            return replace(item, is_young=young)
+        self._statistics.add("rollout/tokens_too_old", item.sample.num_own - num_young)
+        if num_young:
+            return item
         self._statistics.add("rollout/expired", 1)
-        return replace(item, is_young=young, is_trained=False, sample=item.sample.to(Status.EXPIRED))
+        return replace(item, is_trained=False, sample=item.sample.to(Status.EXPIRED))
 
 
 def scheduler_of(config: RolloutConfig) -> Scheduler:

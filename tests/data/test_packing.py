@@ -284,8 +284,9 @@ def test_sample_too_long_is_an_error_that_says_what_to_do() -> None:
 
 def test_versions_are_kept_and_old_tokens_are_not_trained() -> None:
     a, b = experience(0, 0, [1, 2], [3, 4, 5]), experience(1, 0, [6], [7, 8])
-    a = replace(a, sample=replace(a.sample, versions=(4, 5, 6), own=(True, True, False)), is_young=(False, True, True))
+    a = replace(a, sample=replace(a.sample, versions=(4, 5, 6), own=(True, True, False)), min_version=5)
+    b = replace(b, sample=replace(b.sample, versions=(5, 6)), min_version=5)
     batch = pack([a, b], temperature=1.0)
     assert batch.versions is not None
-    assert batch.versions.tolist() == [0, 0, 4, 5, 6]  # b is shorter and comes first
+    assert batch.versions.tolist() == [5, 6, 4, 5, 6]  # b is shorter and comes first
     assert batch.loss_mask.tolist() == [True, True, False, True, False]  # 4 is too old, 6 was heard

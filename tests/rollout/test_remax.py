@@ -13,10 +13,10 @@ from lightrl.config import AlgorithmConfig, WorkflowConfig
 from lightrl.data.packing import pack
 from lightrl.metrics import Statistics
 from lightrl.models.policy import Policy
-from lightrl.records import Sample
+from lightrl.records import Experience, Sample
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.rewards.scoring import group_reward
-from lightrl.rollout.collector import Collector, grouped, ungrouped
+from lightrl.rollout.collector import Collector
 from lightrl.rollout.episode_collector import EpisodeCollector
 from lightrl.rollout.workflow import load_workflow
 from lightrl.strategy import StrategyBase
@@ -58,7 +58,8 @@ def test_the_gradient_is_the_closed_form(strategy: StrategyBase) -> None:
 
     config = AlgorithmConfig(advantage="reinforce", loss="policy_gradient", aggregation="token_mean")
     objective = PolicyObjective(config)
-    experience = objective.advantages(ungrouped(grouped(samples, rewards, 3, step=2)), Comm())
+    scored = zip(samples, rewards, strict=True)
+    experience = objective.advantages([Experience(sample=one, reward=r, advantage=0.0) for one, r in scored], Comm())
     assert [item.advantage for item in experience] == pytest.approx(gains)
     model = Policy(tiny_model()[0])  # the weights that the engine has
     batch = pack(experience, temperature=1.0)

@@ -24,6 +24,7 @@ from lightrl.trainers.grpo import GRPOTrainer
 from lightrl.trainers.loggers.attach import Loggers
 from lightrl.trainers.objective import PolicyObjective
 from lightrl.trainers.policy_step import describe_rollout
+from lightrl.trainers.scheduled import YoungUpdates
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +176,26 @@ def test_a_conversation_of_an_episode_that_was_cut_off_is_hidden_alone(
     found = trainer.compute_advantages([dataclasses.replace(groups[0], samples=samples)])
     trainer.report()
     assert [item.sample.sample_index for item in found if item.is_trained] == [0, 2_000_000, 1, 2]
+
+
+def test_advantages_are_whitened_over_tokens_that_are_not_too_old(
+    trainer: GRPOTrainer, groups: list[ScoredGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that their mean over the trained tokens is 0."""
+    young = YoungUpdates(trainer.run, trainer.statistics)
+    young._max_age = 1
+    monkeypatch.setattr(trainer, "updates", young)
+    monkeypatch.setattr(trainer, "objective", PolicyObjective(AlgorithmConfig(advantage="reinforce_plus_plus")))
+    trainer.step_index = 2
+    long, *others = (sample for group in groups for sample in group.samples if len(sample.response_ids) > 1)
+    aged = dataclasses.replace(long, versions=(0, *(2 for _ in long.versions[1:])), finish_reason="stop")
+    fresh = [dataclasses.replace(one, versions=(2,) * len(one.versions), finish_reason="stop") for one in others[:2]]
+    group = ScoredGroup(samples=(aged, *fresh), rewards=(1.0, 0.0, 0.0), step=2)
+    items = trainer.compute_advantages([group])
+    assert [item.trained_tokens.count(False) for item in items] == [1, 0, 0]
+    assert sum(item.advantage * item.trained_tokens.count(True) for item in items) == pytest.approx(0.0, abs=1e-6)
+    assert items[0].advantage > 0
+    assert trainer.pack(items).samples == items
 
 
 def test_nothing_to_train_on_skips_the_update(trainer: GRPOTrainer, groups: list[ScoredGroup]) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -259,6 +260,22 @@ def test_advantages_by_name() -> None:
     assert whitened == pytest.approx([(reward - 2.25) / 0.4375**0.5 for reward in rewards], abs=1e-6)
     for name in ("grpo", "gpg", "reinforce_plus_plus"):  # the last two look at all ranks
         assert PolicyObjective(AlgorithmConfig(advantage=name)).advantages([], Comm()) == []  # a rank that has none
+
+
+def test_tokens_that_are_too_old_to_train_on_weigh_nothing() -> None:
+    """Of tokens 1, 3, 2 and 2, those trained are 1, 2, 0 and 2; the mean of a group still has every reward."""
+    rewards, versions = [1.0, 3.0, 2.0, 2.0], [(5,), (4, 5, 6), (4, 4), (5, 5)]
+    samples = [replace(item, versions=made) for item, made in zip(samples_of([1, 3, 2, 2]), versions, strict=True)]
+    items = [replace(item, min_version=5) for item in scored(samples, rewards)]
+
+    def by(name: str) -> list[float]:
+        return [item.advantage for item in PolicyObjective(AlgorithmConfig(advantage=name)).advantages(items, Comm())]
+
+    # over 5 tokens the mean is (1 + 2 x 3 + 2 x 2) / 5 = 2.2 and the variance (1 + 18 + 8) / 5 - 2.2^2 = 0.56
+    assert by("reinforce_plus_plus") == pytest.approx([(reward - 2.2) / 0.56**0.5 for reward in rewards], abs=1e-6)
+    # weighed by 1 and 2 the baseline of the first group is (1 + 6) / 3
+    assert by("opo") == pytest.approx([-4 / 3, 2 / 3, 0.0, 0.0], abs=1e-6)
+    assert by("dr_grpo") == [-1.0, 1.0, 0.0, 0.0]
 
 
 def test_the_aggregation_decides_the_mean_and_its_denominator() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,20 +140,37 @@ def experience(versions: tuple[int, ...], own: tuple[bool, ...] = ()) -> Experie
     return Experience(sample=sample, reward=1.0, advantage=0.5)
 
 
-def test_old_tokens_are_masked_and_a_sample_of_old_ones_expires() -> None:
+def young_updates(max_age: int) -> tuple[YoungUpdates, dict[str, float]]:
     updates = YoungUpdates.__new__(YoungUpdates)
-    updates._max_age = 1
+    updates._max_age = max_age
     counted: dict[str, float] = {}
     updates._statistics = type("", (), {"add": lambda _, name, value: counted.update({name: value})})()  # type: ignore[assignment]
-    young = experience((4, 5))
-    assert updates._without_old_tokens(young, 5) is young
-    mixed = updates._without_old_tokens(experience((2, 3, 4, 5)), 5)
-    assert mixed.is_young == (False, False, True, True)
-    assert (mixed.is_trained, mixed.sample.status) == (True, Status.COMPLETED)
+    return updates, counted
+
+
+def test_old_tokens_are_masked_and_a_sample_of_old_ones_expires() -> None:
+    updates, counted = young_updates(max_age=1)
+    made = [(4, 5), (2, 3, 4, 5), (2, 5)]
+    samples = [experience(versions).sample for versions in made]
+    samples[2] = replace(samples[2], own=(True, False))  # the young token came from a tool
+    group = ScoredGroup(samples=tuple(samples), rewards=(1.0, 0.0, 0.5), step=2)
+    young, mixed, heard = updates.experience([group], 5)
+    assert [item.reward for item in (young, mixed, heard)] == [1.0, 0.0, 0.5]
+    assert updates._counted(young) is young
+    assert young.trained_tokens == (True, True)
+    assert updates._counted(mixed) is mixed
+    assert mixed.trained_tokens == (False, False, True, True)
     assert counted == {"rollout/tokens_too_old": 2}
-    heard = updates._without_old_tokens(experience((2, 5), own=(True, False)), 5)  # the young token came from a tool
-    assert (heard.is_trained, heard.sample.status) == (False, Status.EXPIRED)
+    expired = updates._counted(heard)
+    assert (expired.is_trained, expired.sample.status) == (False, Status.EXPIRED)
     assert counted == {"rollout/tokens_too_old": 1, "rollout/expired": 1}
+
+
+def test_without_a_limit_no_token_is_too_old() -> None:
+    updates, counted = young_updates(max_age=0)
+    [item] = updates.experience([ScoredGroup(samples=(experience((0, 9)).sample,), rewards=(1.0,), step=9)], 9)
+    assert updates._counted(item).trained_tokens == (True, True)
+    assert not counted
 
 
 def test_the_options_choose_the_scheduler() -> None:

@@ -112,7 +112,8 @@ def test_advantages_are_whitened_over_all_tokens() -> None:
 
 def test_a_token_that_is_too_old_to_train_on_counts_in_no_mean() -> None:
     first, second = experience()
-    items = [replace(first, is_young=(False, True, True)), second]
+    aged = replace(first.sample, versions=(4, 5, 6)), replace(second.sample, versions=(5, 5))
+    items = [replace(one, sample=sample, min_version=5) for one, sample in zip((first, second), aged, strict=True)]
     config = PPOAlgorithmConfig(advantage_args=("gamma=0.5", "lam=0.5"))
     found = TokenAdvantages(config).targets(items, VALUES, None, 0.0, Comm(), Statistics()).advantages
     # Of the advantages of test_gae_by_hand(), 0.1875, 0.25, 0.025 and 0.1 are trained: mean 0.140625.

@@ -17,7 +17,7 @@ ENTROPY = {(0, 0): [0.1, 0.9], (0, 1): [0.8], (1, 0): [0.2, 0.3, 0.7]}
 ADVANTAGES = {(0, 0): 1.0, (0, 1): -2.0, (1, 0): 0.0}
 
 
-def experience(is_trained: bool = True) -> list[Experience]:
+def experience(is_trained: bool = True, version: int = 0) -> list[Experience]:
     return [
         Experience(
             sample=Sample(
@@ -26,7 +26,7 @@ def experience(is_trained: bool = True) -> list[Experience]:
                 sample_index=key[1],
                 response_ids=(5,) * len(values),
                 sampler_logprobs=(0.0,) * len(values),
-                versions=(0,) * len(values),
+                versions=(version,) * len(values),
                 finish_reason="stop",
                 text="",
             ),
@@ -88,8 +88,9 @@ def test_what_a_tool_wrote_is_not_chosen() -> None:
 
 
 def test_a_token_that_is_too_old_takes_no_place_among_the_chosen() -> None:
-    items = experience()
-    items[2] = dataclasses.replace(items[2], is_young=(True, True, False))
+    items = [dataclasses.replace(item, min_version=2) for item in experience(version=2)]
+    aged = dataclasses.replace(items[2].sample, versions=(2, 3, 1))
+    items[2] = dataclasses.replace(items[2], sample=aged)
     # Of the five others, three fifths are three: 0.9, 0.8 and 0.3. The one that is too old has 0.7.
     choice, metrics = choose(items, entropy_fraction=0.6)
     assert choice == {"in_policy_loss": {(0, 0): [False, True], (0, 1): [True], (1, 0): [False, True, False]}}
