@@ -306,8 +306,8 @@ def fit(trainer: Trainer) -> dict[str, float]:
             if _is_due(trainer, config.eval.every):
                 metrics |= _evaluate(trainer, console)
             _log(trainer, log, metrics)
-            if findings(metrics, config.health) or config.health.max_bad_steps:
-                trainer.bad_steps.see(metrics)
+            if (problems := findings(metrics, config.health)) or config.health.max_bad_steps:
+                trainer.bad_steps.see(problems)
             if _is_due(trainer, config.checkpoint.every):
                 trainer.save()
     trainer.strategy.saver.finish()

@@ -146,14 +146,12 @@ class BadSteps(Observer):
         self._empty_steps: list[int] = []  # the latest in a row of which the workflow rejected every sample
         self._groups: Sequence[ScoredGroup] | None = None  # of the last step, if it was told of them
 
-    def see(self, metrics: Mapping[str, float]) -> None:
-        """Checks a finished step; raises UnhealthyRunError on every rank after too many bad steps in a row."""
-        limits = self._trainer.config.health
-        self._found = findings(metrics, limits)
-        if self._found:
-            self._warn()
-        if limits.max_bad_steps:
-            self._count(limits.max_bad_steps)
+    def see(self, problems: Mapping[str, str]) -> None:
+        """Takes the findings of a step; raises UnhealthyRunError on every rank after too many bad steps in a row."""
+        self._found, allowed = problems, self._trainer.config.health.max_bad_steps
+        self._warn()
+        if allowed:
+            self._count(allowed)
         elif self._found.keys() & _NONE_LEFT.keys() == {_REJECTED}:  # neither a judge nor a filter has a share in it
             self._require_samples(self._trainer.step_index)
 

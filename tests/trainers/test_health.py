@@ -74,7 +74,7 @@ def test_a_warning_comes_again_only_when_it_has_long_passed(caplog: pytest.LogCa
     health = BadSteps(trainer)
     for step in range(7, 40):  # bad in 7, 8 and 10, and again from 21 on
         trainer.step_index = step
-        health.see(GOOD | {"entropy": 0.0 if step in (7, 8, 10) or step >= 21 else 1.0})
+        health.see(findings(GOOD | {"entropy": 0.0 if step in (7, 8, 10) or step >= 21 else 1.0}, config.health))
     assert [record.message.partition(" of")[0] for record in caplog.records] == [
         "Step 7: The entropy",
         "Step 21: The entropy",
@@ -89,13 +89,13 @@ def test_steps_that_failures_or_a_filter_empty_as_well_do_not_end_the_run(also: 
     health = BadSteps(trainer)
     for step in range(1, 20):
         trainer.step_index = step
-        health.see({"episode/filtered": 1.0, also: 31.0})
+        health.see(findings({"episode/filtered": 1.0, also: 31.0}, config.health))
     for step in range(20, 29):  # nine steps of which the workflow alone left nothing: only the tenth ends the run
         trainer.step_index = step
-        health.see({"episode/filtered": 32.0})
+        health.see(findings({"episode/filtered": 32.0}, config.health))
     trainer.step_index = 29
     with pytest.raises(UnhealthyRunError):
-        health.see({"episode/filtered": 32.0})
+        health.see(findings({"episode/filtered": 32.0}, config.health))
 
 
 def test_a_trainer_that_tells_of_no_groups_stops_without_a_batch_to_repeat(tmp_path: Path) -> None:
@@ -103,11 +103,11 @@ def test_a_trainer_that_tells_of_no_groups_stops_without_a_batch_to_repeat(tmp_p
     config = SimpleNamespace(health=GroupHealthConfig(max_bad_steps=1))
     health = BadSteps(SimpleNamespace(config=config, strategy=strategy, step_index=7, folder=folder))
     with pytest.raises(UnhealthyRunError, match="1 bad step in a row") as error:
-        health.see(GOOD | {"entropy": 0.0})
+        health.see(findings(GOOD | {"entropy": 0.0}, config.health))
     assert "lightrl replay" not in str(error.value)
     health.after_rollouts([])
     with pytest.raises(UnhealthyRunError, match=r"`lightrl replay .* --step 7` repeats it"):
-        health.see(GOOD | {"entropy": 0.0})
+        health.see(findings(GOOD | {"entropy": 0.0}, config.health))
 
 
 # ---- Runs with planted faults
