@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -67,23 +67,32 @@ class Timeline:
         self._rank = rank
         self._start = time.time_ns() - time.perf_counter_ns()  # by the performance counter, which does not jump
         self._threads: dict[int, int] = {}
+        self._innermost: dict[int, str] = {}  # name of the open span, by index of its thread
         self._events: list[Event] = [
             {"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}},
             {"name": "process_sort_index", "ph": "M", "pid": rank, "tid": 0, "args": {"sort_index": rank}},
         ]
 
     def named(self, name: str) -> AbstractContextManager[None]:
-        """Returns a span for a name of Comm.span(); names that a trainer measures begin with time/."""
-        return self.span(name.removeprefix("time/"), "time" if name.startswith("time/") else "phase")
+        """Returns a span for a name of Comm.span(); names that a trainer measures begin with time/.
+
+        A phase within the span of the same name, such as that of a trainer's measurement, adds no other.
+        """
+        short = name.removeprefix("time/")
+        if self._innermost.get(self._thread()) == short:
+            return nullcontext()
+        return self.span(short, "time" if name.startswith("time/") else "phase")
 
     @contextmanager
     def span(self, name: str, category: str) -> Iterator[None]:
         """Records the time of the body, and marks it in torch's trace if one is being recorded."""
-        started = time.perf_counter_ns()
+        started, thread = time.perf_counter_ns(), self._thread()
+        around, self._innermost[thread] = self._innermost.get(thread, ""), name
         try:
             with torch.profiler.record_function(name):
                 yield
         finally:
+            self._innermost[thread] = around
             self._events.append(
                 {
                     "name": name,
@@ -92,9 +101,13 @@ class Timeline:
                     "ts": (self._start + started) / 1000,
                     "dur": (time.perf_counter_ns() - started) / 1000,
                     "pid": self._rank,
-                    "tid": self._threads.setdefault(threading.get_ident(), len(self._threads)),
+                    "tid": thread,
                 }
             )
+
+    def _thread(self) -> int:
+        """Returns the index of the calling thread."""
+        return self._threads.setdefault(threading.get_ident(), len(self._threads))
 
     def take(self) -> list[Event]:
         """Returns the spans that have ended since the last call."""

@@ -52,7 +52,7 @@ def test_a_traced_step_that_fails_has_its_trace(tmp_path: Path) -> None:
     config = SimpleNamespace(profile="2", max_steps=3)
     folder = SimpleNamespace(root=tmp_path)
     profile = Profile(SimpleNamespace(strategy=SimpleNamespace(comm=comm), folder=folder, config=config))
-    with profile.around_step(1), comm.phase("learn"), comm.span("time/learn"):
+    with profile.around_step(1), comm.span("time/learn"), comm.phase("learn"), comm.phase("packing"):
         pass
     with pytest.raises(KeyError), profile.around_step(2), comm.phase("failing"):
         raise KeyError
@@ -61,7 +61,7 @@ def test_a_traced_step_that_fails_has_its_trace(tmp_path: Path) -> None:
     events = json.loads((tmp_path / "profile" / "timeline.json").read_text())
     spans = [(event["name"], event["cat"]) for event in events if event["ph"] == "X"]
     assert spans == [
-        ("learn", "time"), ("learn", "phase"), ("step 1", "step"), ("failing", "phase"), ("step 2", "step")
+        ("packing", "phase"), ("learn", "time"), ("step 1", "step"), ("failing", "phase"), ("step 2", "step")
     ]  # fmt: skip
 
 
@@ -90,6 +90,7 @@ def test_a_run_writes_its_traces_and_tokens(toy: Path, tmp_path: Path) -> None:
     names = [event["name"] for event in events]
     assert [name for name in names if name.startswith("step ")] == ["step 1", "step 2", "step 3"]
     assert {"rollout", "learn", "sync", "reward odd_digits"} <= set(names)
+    assert names.count("learn") == 3
     with gzip.open(tmp_path / "run" / "profile" / "trace-rank-0.json.gz") as file:
         traced = {event.get("name") for event in json.load(file)["traceEvents"]}
     assert {"step 2", "step 3", "learn", "aten::mm"} <= traced
