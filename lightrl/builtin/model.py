@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from lightrl.builtin import task
 from lightrl.builtin.task import (
     EOS,
     MAX_TOKENS,
     PAD,
-    RECIPES,
     VOCABULARY,
     Phase,
     Recipe,
@@ -44,22 +44,20 @@ _PAD_ID, _EOS_ID = _TOKEN_IDS[PAD], _TOKEN_IDS[EOS]
 _NUM_ANSWER_TOKENS = 4  # three digits and the end token
 
 
-def builtin_model_path(
-    name: str = "addition", cache_dir: Path | None = None, on_progress: Callable[[str], None] | None = None
-) -> Path:
-    """Returns the Hugging Face folder of a built-in model with its tokenizer; the first call makes it.
+def builtin_model_path(cache_dir: Path | None = None, on_progress: Callable[[str], None] | None = None) -> Path:
+    """Returns the Hugging Face folder of the built-in model with its tokenizer; the first call makes it.
 
     Args:
         cache_dir: Folder that holds the model's folder. None: $LIGHTRL_CACHE if set, otherwise ~/.cache/lightrl.
         on_progress: Called with a line of text about every second while the model is made.
     """
-    folder = model_folder(name, cache_dir)
+    folder = model_folder(cache_dir)
     if is_made(folder):
         return folder
     _make_cache_dir(folder.parent)
     with _only_one_process(folder.parent / f"{folder.name}.lock"):
         if not is_made(folder):
-            _publish(_write_unpublished(folder, RECIPES[name], on_progress or _ignore), folder)
+            _publish(_write_unpublished(folder, task.RECIPE, on_progress or _ignore), folder)
     return folder
 
 

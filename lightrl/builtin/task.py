@@ -137,20 +137,18 @@ class Recipe:
         return hashlib.sha256(written.encode()).hexdigest()[:12]
 
 
-RECIPES = {"addition": Recipe()}
+RECIPE = Recipe()
 
 
 def cached_model() -> Path | None:
     """Returns the folder of the built-in model if model.py has made it already."""
-    folder = model_folder("addition")
+    folder = model_folder()
     return folder if is_made(folder) else None
 
 
-def model_folder(name: str, cache_dir: Path | None = None) -> Path:
-    """Returns the folder of a built-in model, whether or not it exists; without cache_dir it is in $LIGHTRL_CACHE."""
-    if name not in RECIPES:
-        raise _unknown_model(name)
-    return (cache_dir or cache_folder()) / f"{name}-{RECIPES[name].fingerprint()}"
+def model_folder(cache_dir: Path | None = None) -> Path:
+    """Returns the folder of the built-in model, whether or not it exists; without cache_dir it is in $LIGHTRL_CACHE."""
+    return (cache_dir or cache_folder()) / f"addition-{RECIPE.fingerprint()}"
 
 
 def cache_folder() -> Path:
@@ -161,7 +159,3 @@ def cache_folder() -> Path:
 def is_made(folder: Path) -> bool:
     """Returns whether the folder of a model is complete."""
     return all((folder / name).is_file() for name in _EXPECTED_FILES)
-
-
-def _unknown_model(name: str) -> ValueError:
-    return ValueError(f"Unknown built-in model {name!r}. Choose one of {', '.join(RECIPES)}, or give a model folder.")

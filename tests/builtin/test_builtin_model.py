@@ -36,7 +36,7 @@ from lightrl.builtin import model as builtin
 
 name, root = sys.argv[1], Path(sys.argv[2])
 recipe = builtin.Recipe()
-builtin.RECIPES["addition"] = replace(
+builtin.task.RECIPE = replace(
     recipe, learn=replace(recipe.learn, max_steps=1), blur=replace(recipe.blur, max_steps=1)
 )
 train = builtin._train
@@ -63,7 +63,7 @@ race(root / "no_locks")
 
 @pytest.fixture
 def quick_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(builtin.RECIPES, "addition", QUICK)
+    monkeypatch.setattr(builtin.task, "RECIPE", QUICK)
 
 
 def _snapshot(folder: Path) -> dict[str, tuple[int, int]]:
@@ -267,7 +267,7 @@ def test_model_folder_is_made_on_a_file_system_without_modes(
 
 def test_changed_recipe_is_another_folder(quick_recipe: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = builtin_model_path(cache_dir=tmp_path)
-    monkeypatch.setitem(builtin.RECIPES, "addition", replace(QUICK, seed=1))
+    monkeypatch.setattr(builtin.task, "RECIPE", replace(QUICK, seed=1))
     second = builtin_model_path(cache_dir=tmp_path)
     assert first != second
     assert (first / "model.safetensors").read_bytes() != (second / "model.safetensors").read_bytes()
@@ -347,11 +347,6 @@ def test_global_torch_state_is_left_as_it_was(quick_recipe: None, tmp_path: Path
     finally:
         torch.set_num_threads(num_threads)
         torch.set_default_dtype(torch.float32)
-
-
-def test_unknown_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"Unknown built-in model 'addtion'\. Choose one of addition"):
-        builtin_model_path("addtion", cache_dir=tmp_path)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes anywhere")
