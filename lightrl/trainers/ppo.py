@@ -32,6 +32,7 @@ from lightrl.trainers.policy_step import (
     Batch,
     PolicyUpdates,
     PromptData,
+    by_sample,
     describe_batches,
     describe_rollout,
     evaluate,
@@ -334,7 +335,7 @@ class PPOTrainer(Trainer):
         values: dict[Key, list[float]] = {}
         for packed, scores in self.updates.scores(self.policy, batch.samples):
             self._measure(scores, packed)
-            logprobs |= {key: part.tolist() for key, part in unpack(packed, scores.logprobs.cpu()).items()}
+            logprobs |= by_sample([(packed, scores.logprobs)])
             if self.critic is None:
                 values |= _values_by_sample(scores, packed)
         return batch.with_columns(old_logprobs=logprobs)._replace(values=values)
