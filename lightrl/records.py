@@ -242,8 +242,10 @@ class Experience:
     @property
     def num_trained(self) -> int:
         """Number of tokens that count in a loss, including those of the sample's branches."""
-        parts = (self.sample, *self.sample.branches)
-        return sum(replace(self, sample=part).trained_tokens.count(True) for part in parts)
+        everything = (self.sample, *self.sample.branches)
+        if self.min_version:
+            return sum(replace(self, sample=one).trained_tokens.count(True) for one in everything)
+        return self.is_trained * sum(one.num_own for one in everything)
 
     @property
     def key(self) -> tuple[int, int]:

@@ -297,8 +297,7 @@ class GRPOConfig(ReferenceOptions, RolloutConfig):
             has_older: Whether a sample has tokens of older weights.
             selects: Whether tokens are selected over a whole update.
         """
-        several = self.optimizer_steps_per_step > 1 or has_older
-        return selects or (several and self.algorithm.ratio_to == "recompute")
+        return selects or ((has_older or self.optimizer_steps_per_step > 1) and self.algorithm.ratio_to == "recompute")
 
 
 def _check_dynamic_sampling(config: GRPOConfig) -> None:

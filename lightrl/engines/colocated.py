@@ -300,7 +300,6 @@ class ColocatedEngine:
             self.version = None
         self.freed_bytes = self.engine.sleep(level)
         self._phase = _Phase.ASLEEP
-        logger.debug("engine asleep at level %d, %d bytes freed", level, self.freed_bytes)
         return self.freed_bytes
 
     def wake(self) -> None:

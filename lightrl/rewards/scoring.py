@@ -260,10 +260,9 @@ class RewardRunner:
         """Returns an outcome for each sample; raises RewardError as soon as the budget is exceeded."""
         outcomes: list[Outcome] = []
         for sample in samples:
-            outcome = self._call_for(sample)
-            if not isinstance(outcome, float):
-                budget.record([outcome])
-            outcomes.append(outcome)
+            outcomes.append(self._call_for(sample))
+            if not isinstance(outcomes[-1], float):
+                budget.record(outcomes[-1:])
         return outcomes
 
     async def arun(self, samples: Sequence[Sample], budget: FailureBudget) -> list[Outcome]:

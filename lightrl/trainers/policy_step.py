@@ -298,12 +298,10 @@ class PolicyUpdates:
         """Compares the engine's logprobs with the trainer's for the same weights, before any clipping or update."""
         mask = self._is_fresh(batch) if self.stale else batch.loss_mask
         result = mismatch_statistics(logprobs.detach(), batch.sampler_logprobs, mask)
-        count = float(result["count"])
-        if not count:
-            return  # a 0 would mean that the two agree
-        self._statistics.maximum("mismatch/max_abs", float(result["max_abs"]))
-        self._statistics.mean("mismatch/mean_abs", float(result["sum_abs"]), count)
-        self._statistics.mean("mismatch/k3", float(result["sum_k3"]), count)
+        if count := float(result["count"]):  # without a token, a 0 would mean that the two agree
+            self._statistics.maximum("mismatch/max_abs", float(result["max_abs"]))
+            self._statistics.mean("mismatch/mean_abs", float(result["sum_abs"]), count)
+            self._statistics.mean("mismatch/k3", float(result["sum_k3"]), count)
 
     def _is_fresh(self, batch: PackedBatch) -> Tensor:
         """Returns the mask of the trained tokens in samples that older weights have no part in."""

@@ -77,7 +77,7 @@ class ColocatedServing:
         self.num_syncs = 0
         self.canary = Canary(trainer)
         self.factories: dict[str, Factory] = {}  # replacements of engines, by name
-        self.source: WeightSource = trainer  # makes the source of a weight sync
+        self.source: WeightSource = trainer  # yields the weights of a sync and their fingerprints
         self._trainer = trainer
         self._options = options
         self._model: nn.Module | None = None  # the model whose weights the engine has
