@@ -84,6 +84,14 @@ def _lines(path: Path) -> Iterator[bytes]:
             yield from file
 
 
+def config_file(run: Path) -> Path:
+    """Returns the path of a run's config.yaml; raises ValueError if the folder has none."""
+    path = run / "config.yaml"
+    if not path.is_file():
+        raise ValueError(f"{run} is no folder of a run: give one.")
+    return path
+
+
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Returns the rows of metrics.jsonl, if it exists, except for one that a kill cut short."""
     lines = path.read_bytes().splitlines() if path.exists() else []

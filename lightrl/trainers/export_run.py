@@ -37,7 +37,7 @@ from lightrl.models.policy import load_policy, load_tokenizer
 from lightrl.strategy import create_strategy
 from lightrl.strategy.saving.state_files import HASH_FILE
 from lightrl.trainers.best import step_of_best
-from lightrl.trainers.earlier_run import last_step, read_rows
+from lightrl.trainers.earlier_run import config_file, last_step, read_rows
 from lightrl.trainers.hash_run import compared
 from lightrl.trainers.model_card import write_card
 from lightrl.trainers.turn_end import end_of_turn, stop_at
@@ -49,8 +49,6 @@ def main(arguments: Sequence[str]) -> int:
     asked = _parser().parse_args(arguments)
     run = Path(asked.run)
     try:
-        if not (run / "config.yaml").is_file():
-            raise ValueError(f"{run} is no folder of a run: give one.")
         config = _config_of(run)
         name, done = _chosen(run, config, asked)
         target = Path(asked.output) if asked.output else run / "exports" / name
@@ -92,7 +90,7 @@ def _uploader(name: str) -> Callable[[Path, str], str]:
 
 def _config_of(run: Path) -> RunConfig:
     """Returns the options of a run that trained a language model."""
-    saved: Mapping[str, Any] = read_yaml(run / "config.yaml", "it")
+    saved: Mapping[str, Any] = read_yaml(config_file(run), "it")
     kinds: list[type[RunConfig]] = [PPOConfig] if "critic" in saved else [GRPOConfig, SFTConfig, DPOConfig]
     kind = next((kind for kind in kinds if set(saved) <= set(kind.__dataclass_fields__)), None)
     if kind is None:

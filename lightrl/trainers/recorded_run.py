@@ -16,6 +16,7 @@ from lightrl.rollout.recorded_schedule import read_schedule
 from lightrl.rollout.replayed_collector import ReplayedCollector
 from lightrl.rollout.replayed_episodes import ReplayedEpisodes
 from lightrl.sharing.model import share_by_itself
+from lightrl.trainers.earlier_run import config_file
 from lightrl.trainers.fit import Trainer, build_trainer, run_program
 from lightrl.trainers.grpo import GRPOTrainer
 from lightrl.trainers.ppo import PPOTrainer
@@ -67,9 +68,10 @@ def replay(arguments: Sequence[str]) -> int:
     if arguments and arguments[0] in ("-h", "--help"):
         _parser().parse_args(["--help"])
     recorded = Path(arguments[0] if arguments else "")
-    if not (recorded / "config.yaml").is_file():
-        exit_with_user_error(ValueError(f"{arguments[0] if arguments else 'Nothing'} is no folder of a run: give one."))
-    saved = read_yaml(recorded / "config.yaml", "it")
+    try:
+        saved = read_yaml(config_file(recorded), "it")
+    except ValueError as error:
+        exit_with_user_error(error)
     if "batch_size" in saved:
         text = f"{recorded} learned from answers in its data: only runs of GRPO and PPO can be repeated. To take a step"
         exit_with_user_error(ValueError(f"{text} again, give its command --output_dir NEW --resume CHECKPOINT."))
