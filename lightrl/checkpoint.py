@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import shutil
+import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -80,9 +81,9 @@ class CheckpointDirectory:
         for path in (*reversed(written), temporary):
             flush(path)
         earlier = self._complete()
-        serial = 1 + max((checkpoint.serial for checkpoint in earlier), default=0)
+        age = {"serial": 1 + max((checkpoint.serial for checkpoint in earlier), default=0), "time_ns": time.time_ns()}
         is_latest = is_latest or step in [checkpoint.step for checkpoint in earlier if checkpoint.is_latest]
-        save_json(temporary / MARKER_NAME, {"step": step, "serial": serial, "is_latest": is_latest, **manifest})
+        save_json(temporary / MARKER_NAME, {"step": step, **age, "is_latest": is_latest, **manifest})
 
         if final.exists():
             self._make_way(final, replaced, is_complete=step in self.steps())
@@ -279,8 +280,10 @@ def _tag_folders(root: Path) -> list[TaggedCheckpoint]:
     return [folder for _, folder in sorted(complete, key=lambda item: item[0])]
 
 
-def _commit_time(checkpoint: Path) -> int:
-    return (checkpoint / MARKER_NAME).stat().st_mtime_ns
+def _commit_time(checkpoint: Path) -> tuple[int, int]:
+    """Returns a key that orders checkpoints of all tags by age, also in a copy of their folder."""
+    marker = checkpoint / MARKER_NAME
+    return load_json(marker).get("time_ns", 0), marker.stat().st_mtime_ns  # markers had no time_ns at first
 
 
 # ---- Files -------------------------------------------------------------------------------------------------------
@@ -370,13 +373,8 @@ def _read_checkpoint(path: Path) -> _Checkpoint:
         actual = (path / name).stat().st_size
         if actual != size:
             raise _IncompleteError(f"its file {name} has {actual} bytes of {size}")
-    return _Checkpoint(
-        path=path,
-        step=step,
-        serial=int(marker["serial"]),
-        is_latest=bool(marker["is_latest"]),
-        num_bytes=sum(sizes.values()),
-    )
+    serial, is_latest = int(marker["serial"]), bool(marker["is_latest"])
+    return _Checkpoint(path=path, step=step, serial=serial, is_latest=is_latest, num_bytes=sum(sizes.values()))
 
 
 def _warn_of_skipped(path: Path, error: Exception) -> None:

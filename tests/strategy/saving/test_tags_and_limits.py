@@ -1,5 +1,7 @@
 """save_ckpt's tag, save_latest, max_num and max_mem together: what is kept, what a name loads, what a run resumes."""
 
+import json
+import os
 from itertools import product
 from pathlib import Path
 
@@ -62,6 +64,34 @@ def test_tags_and_untagged_checkpoints_are_counted_apart(tmp_path: Path) -> None
     assert strategy.load_ckpt(model, str(tmp_path), "step-2")[0].parent.name == "step-2"
     assert [path.name for path in (tmp_path / "best").iterdir()] == ["notes.txt"]  # only its own files are deleted
     assert strategy.load_ckpt(model, str(tmp_path), "step-000002")[1] == {"step": 2}
+
+
+def test_a_copy_of_the_folder_has_the_same_newest_and_oldest(tmp_path: Path) -> None:
+    """A copy may give all files new times, in any order."""
+    strategy, model = started()
+    names = ("first", None, "second", None, "third")
+    for index, name in enumerate(names):
+        for path in tmp_path.rglob("COMPLETE"):
+            os.utime(path, ns=(2**62 - index, 2**62 - index))  # newer than what is saved next
+        strategy.save_ckpt(model, str(tmp_path), name, client_state={"n": index}, max_num=2)
+        assert strategy.load_ckpt(model, str(tmp_path))[1] == {"n": index}
+    assert {path.parent.name for path in complete(tmp_path)} == {tmp_path.name, "second", "third"}
+
+
+def test_checkpoints_without_a_time_are_older_and_ordered_by_that_of_the_file(tmp_path: Path) -> None:
+    """Markers had none at first."""
+    strategy, model = started()
+    for index, (name, seconds) in enumerate(((None, 1), ("a", 3), ("b", 2))):
+        strategy.save_ckpt(model, str(tmp_path), name, client_state={"n": index})
+        (path,) = (tmp_path / (name or "")).glob("step-*/COMPLETE")
+        marker = json.loads(path.read_text())
+        del marker["time_ns"]
+        path.write_text(json.dumps(marker))
+        os.utime(path, (2**32 + seconds, 2**32 + seconds))
+    assert strategy.load_ckpt(model, str(tmp_path))[1] == {"n": 1}
+    strategy.save_ckpt(model, str(tmp_path), "c", client_state={"n": 3}, max_num=2)
+    assert strategy.load_ckpt(model, str(tmp_path))[1] == {"n": 3}
+    assert {path.parent.name for path in complete(tmp_path)} == {tmp_path.name, "a", "c"}
 
 
 def test_an_empty_tag_is_none(tmp_path: Path) -> None:
