@@ -365,9 +365,9 @@ class StrategyBase(ForeignNames, ABC):
         full |= {name: buffer.cpu() for name, buffer in persistent_buffers(unwrapped)}
         if self.comm.is_main:
             unwrapped.save_pretrained(path, state_dict=full)
-            write_folder_hash(Path(path), full)
             if hasattr(getattr(unwrapped, "config", None), "vision_config"):
                 copy_processor(unwrapped.name_or_path, Path(path))
+            write_folder_hash(Path(path), full)
         self.comm.barrier()
 
     # ---- Serving -----------------------------------------------------------------------------------------------

@@ -185,9 +185,9 @@ class TorchStrategy(StrategyBase):
 
     def save_pretrained(self, model: nn.Module, path: str | Path) -> None:
         """Writes a Hugging Face folder; with adapters, it holds the merged model, and adapter/ is a folder for peft."""
-        super().save_pretrained(model, path)
         if has_adapters(model):
             save_adapter(model, self.layout, Path(path) / "adapter")
+        super().save_pretrained(model, path)  # last: its hash says that the folder is whole
 
     # ---- The average of the weights ----------------------------------------------------------------------------
 

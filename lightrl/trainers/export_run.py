@@ -163,5 +163,5 @@ def _write(config: RunConfig, run: Path, step: int, target: Path) -> None:
     model = strategy.prepare_trained(policy).model
     directory = CheckpointDirectory(run / "checkpoints", keep=1)
     strategy.load_ckpt(model, str(run / "checkpoints"), tag=directory.path(step).name, load_module_only=True)
-    strategy.save_pretrained(model, target)
     saved.save_pretrained(target)
+    strategy.save_pretrained(model, target)

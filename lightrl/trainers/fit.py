@@ -29,14 +29,10 @@ from lightrl.config import RunConfig
 from lightrl.metrics import Stopwatch, memory_in_use
 from lightrl.records import Experience
 from lightrl.strategy import StrategyBase
+from lightrl.strategy.saving.state_files import HASH_FILE
 from lightrl.trainers.disk_errors import Log, forgive_disk_errors
 from lightrl.trainers.health import BadSteps, findings
-from lightrl.trainers.lifetime import (
-    end_failed,
-    end_with_torchrun,
-    ended_by_signals,
-    is_under_torchrun,
-)
+from lightrl.trainers.lifetime import end_failed, end_with_torchrun, ended_by_signals, is_under_torchrun
 from lightrl.trainers.run import RunContext, open_run
 from lightrl.trainers.run_folder import TrainerConfig, disown
 
@@ -141,15 +137,17 @@ class Trainer(ABC):
 
     def export(self, folder: Path) -> None:
         """Writes the models for their users and tells the observers; every rank must call it."""
-        self.save_models(folder)
+        with self.strategy.comm.phase("export"):
+            self.save_models(folder)
         for observer in self.observers:
             observer.after_export(folder)
 
     def save_models(self, folder: Path) -> None:
         """Writes the models into a folder, for export(); every rank must call it."""
-        self.strategy.save_pretrained(self.model, folder)
         if self.strategy.comm.is_main:
+            (folder / HASH_FILE).unlink(missing_ok=True)  # of an earlier model: the hash says that the folder is whole
             (self.run.tokenizer if self.run.media is None else self.run.media.processor).save_pretrained(folder)
+        self.strategy.save_pretrained(self.model, folder)  # which ends with the hash
 
     def fit(self) -> dict[str, float]:
         """Trains to max_steps; returns the metrics of the last step."""
@@ -218,8 +216,7 @@ def run_trainer(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> N
 
 def build_trainer(trainer_class: Callable[[Any], Trainer], config: RunConfig) -> Trainer:
     """Returns the trainer of a run, made from the class or from a variant that the options ask for."""
-    make = trainer_class
-    sharing = _SHARING if getattr(config, "share_prompts", False) is True else ""
+    make, sharing = trainer_class, _SHARING if getattr(config, "share_prompts", False) is True else ""
     for maker in filter(None, (sharing, _maker_of(config))):  # by name, because these modules import this one
         make = resolve_name(maker)(make)
     trainer = make(config)
@@ -348,10 +345,9 @@ def _log(trainer: Trainer, log: Log, metrics: dict[str, float]) -> None:
 def _evaluate(trainer: Trainer, console: RunConsole) -> dict[str, float]:
     with trainer.watch.measure("time/eval"):
         metrics = trainer.evaluate()
-    if not metrics:
-        return {}
-    console.evaluated(trainer.step_index, metrics)
-    return metrics | dict(trainer.watch.take())
+    if metrics:
+        console.evaluated(trainer.step_index, metrics)
+    return metrics and metrics | dict(trainer.watch.take())
 
 
 def _is_due(trainer: Trainer, every: int) -> bool:

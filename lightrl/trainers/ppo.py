@@ -237,9 +237,9 @@ class PPOTrainer(Trainer):
         super().save_models(folder)
         if self.critic is not None and folder == self.folder.final:  # final_ema holds no average of the critic
             critic_folder = folder.with_name("final_critic")
-            self.strategy.save_pretrained(self.critic, critic_folder)
             if self.strategy.comm.is_main:
                 self.run.tokenizer.save_pretrained(critic_folder)
+            self.strategy.save_pretrained(self.critic, critic_folder)
 
     def close(self) -> None:
         """Ends the rewards' processes and the engine, and leaves the process group."""

@@ -207,6 +207,27 @@ def test_a_final_model_that_cannot_be_written_ends_the_run_and_the_checkpoints_s
     assert (tmp_path / "run" / "final" / "weights.sha256").exists()
 
 
+@pytest.mark.parametrize("method", ["model", "tokenizer"])
+def test_a_final_model_that_is_not_whole_has_no_hash(
+    method: str, offline_flags: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder already holds the final model of fewer steps."""
+    final, options = tmp_path / "run" / "final", offline_flags("sft")
+    for num_steps in (3, 4):
+        trainer = make(options | {"max_steps": num_steps}, tmp_path / "run")
+        part: Any = trainer.model.hf if method == "model" else trainer.run.tokenizer
+        if num_steps == 4:
+            monkeypatch.setattr(type(part), "save_pretrained", failing(FULL, part.save_pretrained, lambda: True, ""))
+            with pytest.raises(OSError, match="No space left"):
+                fit(trainer)
+            monkeypatch.undo()
+        else:
+            fit(trainer)
+            assert (final / "weights.sha256").exists()
+        trainer.close()
+    assert not (final / "weights.sha256").exists()
+
+
 def test_which_errors_are_of_the_disk(tmp_path: Path) -> None:
     inside = FileNotFoundError(GONE, os.strerror(GONE), str(tmp_path / "run" / "x"))
     assert find_disk_error(inside, tmp_path / "run") is inside
