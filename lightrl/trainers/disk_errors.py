@@ -68,6 +68,12 @@ class Log(Protocol):
     def close(self) -> None: ...
 
 
+class DrawnLog(Log, Protocol):
+    """A log that TensorBoard draws."""
+
+    def draw(self, metrics: dict[str, float]) -> None: ...
+
+
 class LoggingTrainer(Protocol):
     """The parts of a trainer that this module needs."""
 
@@ -81,12 +87,12 @@ class LoggingTrainer(Protocol):
     def folder(self) -> RunFolder: ...
 
 
-def forgive_disk_errors(trainer: LoggingTrainer, log: Log, reopen: Callable[[], Log]) -> Log:
+def forgive_disk_errors(trainer: LoggingTrainer, open_log: Callable[[], DrawnLog]) -> Log:
     """Makes a run warn and go on when it cannot write; returns the log to use, which reopens itself after an error."""
     strategy = trainer.strategy
     kind = ForgivingBackgroundSaver if isinstance(strategy.saver, BackgroundSaver) else ForgivingSaver
     strategy.saver = kind(strategy, trainer.folder.root)
-    return ForgivingLog(trainer, log, reopen)
+    return ForgivingLog(trainer, open_log)
 
 
 class ForgivingSaver(TrainingStateSaver):
@@ -121,19 +127,25 @@ class ForgivingBackgroundSaver(ForgivingSaver, BackgroundSaver):
 class ForgivingLog:
     """Log that skips lines that cannot be written and makes a removed folder again."""
 
-    def __init__(self, trainer: LoggingTrainer, log: Log, reopen: Callable[[], Log]) -> None:
-        self._trainer, self._log, self._reopen = trainer, log, reopen
+    def __init__(self, trainer: LoggingTrainer, open_log: Callable[[], DrawnLog]) -> None:
+        self._trainer, self._open, self._log = trainer, open_log, open_log()
         self._is_broken = False  # TensorBoard's writer raises its first error again and again
 
     def write(self, metrics: dict[str, float]) -> None:
-        """Logs the metrics of the last step, or warns."""
-        self._try(lambda: self._write(metrics), "no metrics of this step")
+        """Logs the metrics of the last step, or warns of each file that lacks them."""
+        was_broken, self._is_broken = self._is_broken, True  # a removed folder takes TensorBoard's file with it
+        with self._trainer.strategy.comm.phase("log"):
+            if self._try(lambda: self._write_row(metrics), "no metrics of this step"):
+                self._try(lambda: self._draw(metrics, was_broken), "TensorBoard lacks this step")
 
-    def _write(self, metrics: dict[str, float]) -> None:
-        if self._is_broken:
-            self._log = self._reopen()
-        self._is_broken = True
-        self._log.write(metrics)
+    def _write_row(self, metrics: dict[str, float]) -> None:
+        if self._trainer.strategy.comm.is_main:
+            self._trainer.folder.append_metrics(self._trainer.step_index, metrics)
+
+    def _draw(self, metrics: dict[str, float], was_broken: bool) -> None:
+        if was_broken:
+            self._log = self._open()
+        self._log.draw(metrics)
         self._is_broken = False
 
     def write_samples(self, experience: Sequence[Experience]) -> None:
@@ -144,15 +156,19 @@ class ForgivingLog:
         """Flushes TensorBoard, or warns."""
         self._try(self._log.close, "TensorBoard lacks its last lines")
 
-    def _try(self, act: Callable[[], None], loss: str) -> None:
-        forgive(self._trainer, act, loss)
+    def _try(self, act: Callable[[], None], loss: str) -> bool:
+        return forgive(self._trainer, act, loss)
 
 
-def forgive(trainer: LoggingTrainer, act: Callable[[], None], loss: str) -> None:
-    """Calls a function that writes to a run's folder; on a disk error, warns and makes a removed folder again."""
+def forgive(trainer: LoggingTrainer, act: Callable[[], None], loss: str) -> bool:
+    """Calls a function that writes to a run's folder; on a disk error, warns and makes a removed folder again.
+
+    Returns whether there was no error.
+    """
     folder = trainer.folder
     try:
         act()
+        return True
     except OSError as error:
         found = find_disk_error(error, folder.root)
         if found is None:
@@ -161,6 +177,7 @@ def forgive(trainer: LoggingTrainer, act: Callable[[], None], loss: str) -> None
         if not folder.is_complete:  # even if a checkpoint has made the folder again meanwhile
             own(folder.root)
             folder.open(trainer.run.config, trainer.step_index)
+        return False
 
 
 def _warn(comm: Comm, error: OSError | None, loss: str) -> None:

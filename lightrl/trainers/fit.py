@@ -287,9 +287,8 @@ def fit(trainer: Trainer) -> dict[str, float]:
     trainer.observers += [resolve_name(part)(trainer) for part in observers(config) if part not in trainer.attached]
     trainer.attached = observers(config)
     console = RunConsole(trainer.shown, enabled=comm.is_main, first_step=trainer.step_index, max_steps=config.max_steps)
-    log: Log = RunLog(trainer)
-    if config.checkpoint.on_disk_error == "continue":
-        log = forgive_disk_errors(trainer, log, partial(RunLog, trainer))
+    open_log, forgives = partial(RunLog, trainer), config.checkpoint.on_disk_error == "continue"
+    log: Log = forgive_disk_errors(trainer, open_log) if forgives else open_log()
     with console.progress, closing(log), ended_by_signals(trainer) as goes_on:
         console.say(f"run folder: {folder.root}\n{trainer.batches}")
         metrics: dict[str, float] = {}
@@ -369,14 +368,17 @@ class RunLog:
 
     def write(self, metrics: dict[str, float]) -> None:
         """Logs the metrics of the last step; step 0 is the evaluation before any training."""
-        if not self._comm.is_main:
-            return
-        with self._comm.phase("log"):
-            self._trainer.folder.append_metrics(self._trainer.step_index, metrics)
-            if self._board is not None:  # one event: the writer's thread wakes once, and not for each number
-                scalars = [{"tag": name, "simple_value": value} for name, value in metrics.items()]
-                self._board.file_writer.add_summary({"value": scalars}, self._trainer.step_index)
-                self._board.flush()  # before the step can be in a checkpoint, since a killed run goes on after that
+        if self._comm.is_main:
+            with self._comm.phase("log"):
+                self._trainer.folder.append_metrics(self._trainer.step_index, metrics)
+                self.draw(metrics)
+
+    def draw(self, metrics: dict[str, float]) -> None:
+        """Adds the numbers to TensorBoard's, as one event: the writer's thread wakes once, and not for each number."""
+        if self._board is not None:
+            scalars = [{"tag": name, "simple_value": value} for name, value in metrics.items()]
+            self._board.file_writer.add_summary({"value": scalars}, self._trainer.step_index)
+            self._board.flush()  # before the step can be in a checkpoint, since a killed run goes on after that
 
     def write_samples(self, experience: Sequence[Experience]) -> None:
         """Logs the first samples of the step by position, whichever ranks have them."""
@@ -429,8 +431,7 @@ class RunConsole:
     def final_table(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Prints the evaluations of the run, one per line."""
         first, *others = self._shown.table
-        table = Table("step", first, "", *others, "seconds")
-        seconds = 0.0
+        table, seconds = Table("step", first, "", *others, "seconds"), 0.0
         for row in rows:
             seconds += row.get("time/step") or 0.0
             if row.get(first) is not None:

@@ -132,9 +132,31 @@ def test_tensorboard_goes_on_after_an_error_of_its_writer(
 
     monkeypatch.setattr(RecordWriter, "write", failing(FULL, RecordWriter.write, is_due, ""))
     fit(trainer)
-    assert capsys.readouterr().err.count("warning: ") == 1
+    said = capsys.readouterr().err
+    assert said.count("warning: ") == 1
+    assert "what was written before is kept; TensorBoard lacks this step, and the run goes on" in said
     board = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
     assert [event.step for event in board.Scalars("loss")] == [1, 2, 4, 5]
+    assert [row["step"] for row in trainer.folder.metrics()] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's writer
+def test_metrics_are_written_while_tensorboard_cannot_be_opened_again(
+    offline_flags: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = make(offline_flags("sft") | {"max_steps": 6}, tmp_path / "run", on_disk_error="continue")
+
+    def is_full() -> bool:
+        return AFTER < trainer.step_index < AFTER + 3  # after steps 3 and 4
+
+    for name in ("__init__", "write"):
+        monkeypatch.setattr(RecordWriter, name, failing(FULL, getattr(RecordWriter, name), is_full, ""))
+    fit(trainer)
+    assert [row["step"] for row in trainer.folder.metrics()] == [1, 2, 3, 4, 5, 6]
+    said = capsys.readouterr().err
+    assert said.count("; TensorBoard lacks this step, and the run goes on") == said.count("warning: ") == 2
+    board = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert [event.step for event in board.Scalars("loss")] == [1, 2, 5, 6]
 
 
 def test_other_errors_stop_a_run_that_goes_on_without_a_disk(
