@@ -157,7 +157,7 @@ class Trainer(ABC):
         """Ends the observers and the engine, leaves the process group, and gives up the run's folder."""
         for part in list[Any]((*self.observers, self.strategy)):
             part.close()
-        disown(self.folder.root)
+        disown(self.folder.root, self.folder.number)
         vars(self).update(dict.fromkeys(("fit", "step", "evaluate"), _refuse_closed))
 
     @cached_property

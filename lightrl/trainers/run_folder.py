@@ -19,6 +19,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,6 +50,8 @@ _new_paths: list[Path] = []  # folders that this process has made under runs/
 class RunFolder:
     """The folder of a run. Every rank knows the paths; only rank 0 writes."""
 
+    number = 0  # counts the RunFolders of the trainers of a process; 0: made by something else
+
     def __init__(self, root: Path) -> None:
         self.root, self.checkpoints, self.final = root, root / "checkpoints", root / "final"
         self._metrics, self._samples = root / "metrics.jsonl", root / "samples.jsonl"
@@ -62,6 +65,8 @@ class RunFolder:
 
     def open(self, config: TrainerConfig, steps_done: int) -> None:
         """Saves the config, and drops rows that an interrupted run logged after the checkpoint to continue from."""
+        if _newest.get(self.root.resolve(), self.number) != self.number:
+            raise _opened_again(self.root)
         self.root.mkdir(parents=True, exist_ok=True)
         save_bytes(self.root / "config.yaml", to_yaml(config).encode())
         note_inputs(self.root, config, continues=steps_done > 0)
@@ -111,8 +116,7 @@ class RunFolder:
 def open_folder(config: RunConfig, kind: str, comm: Comm) -> tuple[RunFolder, Path | None]:
     """Returns folder and checkpoint. Rank 0 decides, as ranks may see different files; its errors reach all ranks.
 
-    Raises ValueError on every rank if one has other options: they would wait in different places, or train apart. Only
-    the folders may differ, as that of rank 0 is used.
+    Raises ValueError on every rank if one has other options; only the folders may differ, as that of rank 0 is used.
     """
     folder, checkpoint, problem, owned = RunFolder(Path()), None, "", Path()
     if comm.is_main:
@@ -123,6 +127,7 @@ def open_folder(config: RunConfig, kind: str, comm: Comm) -> tuple[RunFolder, Pa
                 owned = own(folder.root)
             if folder.checkpoints.is_dir() or config.resume not in ("auto", "never"):
                 checkpoint = earlier_run.find_checkpoint(config, folder.checkpoints)
+            folder.number = _newest[folder.root.resolve()] = next(_numbers)
         except (ValueError, OSError) as error:
             disown(owned)
             problem = str(error)
@@ -184,16 +189,18 @@ class _Owned(NamedTuple):
     made: list[Path]  # folders that own() made, innermost first
 
 
-_owned: dict[Path, _Owned] = {}  # by folder
+_owned: dict[Path, _Owned] = {}  # by folder, without links, as this process could lock it by each of its names
+_newest: dict[Path, int] = {}  # by folder, the number of the RunFolder that the newest trainer of this process has
+_numbers = count(1)
 
 
 def own(root: Path) -> Path:
     """Makes this process the only one that may write a run's folder.
 
-    Returns the folder, or an empty path if this process owns it already, as it may open it again. Raises ValueError if
-    another process owns it, or if the folder cannot be written.
+    Returns the folder, or an empty path if this process owns it already. Raises ValueError if another process does, or
+    if the folder cannot be written.
     """
-    if root in _owned and _is_same_file(_owned[root].descriptor, root / OWNER_NAME):
+    if (real := root.resolve()) in _owned and _is_same_file(_owned[real].descriptor, root / OWNER_NAME):
         return Path()
     made = [path for path in (root, *root.parents) if not path.exists()]
     try:
@@ -205,15 +212,16 @@ def own(root: Path) -> Path:
     record = json.dumps({"host": socket.gethostname(), "pid": pid, "started": _start(pid), "since": now})
     os.ftruncate(descriptor, 0)
     os.pwrite(descriptor, f"{record}\n".encode(), 0)
-    _owned[root] = _Owned(descriptor, made)
+    _owned[real] = _Owned(descriptor, made)
     return root
 
 
-def disown(root: Path) -> None:
+def disown(root: Path, number: int = 0) -> None:
     """Gives back a folder that this process owns; removes it if it was made for the run and holds nothing else."""
-    if root not in _owned:
+    # Path() stands for none, not for the working folder. A newer trainer, with another number, keeps the folder.
+    if root == Path() or (real := root.resolve()) not in _owned or number not in (0, _newest.get(real)):
         return
-    descriptor, made = _owned.pop(root)
+    descriptor, made = _owned.pop(real)
     with suppress(OSError):  # the folder may be gone, or read-only by now
         if _is_same_file(descriptor, root / OWNER_NAME):
             (root / OWNER_NAME).unlink()
@@ -263,6 +271,13 @@ def _check_owner(root: Path, owner: dict[str, Any], error: OSError) -> None:
         )
     if _start(int(owner["pid"])) == owner.get("started") and _is_alive(int(owner["pid"])):
         raise _in_use(root, owner)
+
+
+def _opened_again(root: Path) -> ValueError:
+    return ValueError(
+        f"--output_dir {root} belongs to a newer trainer of this process, which opened it after this one. Go on with "
+        "the newer one, or make this one again in another folder."
+    )
 
 
 def _in_use(root: Path, owner: dict[str, Any], remedy: str = "") -> ValueError:
@@ -355,9 +370,7 @@ def _code_files(config: RunConfig) -> Iterator[Path]:
     names = [config.strategy]
     if isinstance(config, RolloutConfig):
         names += [*config.reward, config.rollout.workflow, *config.rollout.workflow_args]
-    for name in names:
-        files = (_file_of(module) for module in _OBJECT.findall(name))
-        yield from (file for file in files if file is not None)
+    yield from filter(None, map(_file_of, chain.from_iterable(map(_OBJECT.findall, names))))
 
 
 def _file_of(module: str) -> Path | None:

@@ -39,6 +39,14 @@ def own_in_child(root: Path) -> None:
     own(root)
 
 
+def is_free(root: Path) -> bool:
+    """Returns whether another process may own the folder."""
+    check = multiprocessing.get_context("fork").Process(target=own_in_child, args=(root,))
+    check.start()
+    check.join()
+    return check.exitcode == 0
+
+
 def own_for_ever(root: Path) -> None:
     own(root)
     (root / "ready").touch()
@@ -112,18 +120,33 @@ def test_a_trainer_owns_the_folder_that_it_opens_and_finds_its_checkpoint(tmp_pa
         open_folder(GRPOConfig(output_dir=str(tmp_path / "run"), seed=3), "grpo", Comm())
 
 
-def test_a_trainer_that_is_refused_does_not_give_away_the_folder_of_another(tmp_path: Path) -> None:
+def test_a_trainer_that_is_refused_does_not_give_away_the_folder_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = tmp_path / "run"
     folder, _ = open_folder(GRPOConfig(output_dir=str(root)), "grpo", Comm())
+    monkeypatch.chdir(root)
     folder.open(GRPOConfig(output_dir=str(root)), 0)
     folder.append_metrics(1, {})
     for changes in ({"seed": 3}, {"resume": str(tmp_path / "missing")}):  # refused before it owns the folder, and after
         with pytest.raises(ValueError, match=r"belongs to another run|there is no such folder"):
             open_folder(GRPOConfig(output_dir=str(root), **changes), "grpo", Comm())
-        check = multiprocessing.get_context("fork").Process(target=own_in_child, args=(root,))
-        check.start()
-        check.join()
-        assert check.exitcode == 1  # in use by this process
+        assert not is_free(root)
+
+
+def test_of_two_trainers_of_a_process_the_newer_has_the_folder(tmp_path: Path) -> None:
+    config, link = GRPOConfig(output_dir=str(tmp_path / "run")), tmp_path / "link"
+    older, _ = open_folder(config, "grpo", Comm())
+    older.open(config, 0)
+    link.symlink_to("run")
+    newer, _ = open_folder(GRPOConfig(output_dir=str(link)), "grpo", Comm())  # the lock is the process's
+    with pytest.raises(ValueError, match=f"--output_dir {older.root} belongs to a newer trainer of this process"):
+        older.open(config, 0)
+    newer.open(config, 0)
+    disown(older.root, older.number)  # as the older trainer does when it closes
+    assert not is_free(newer.root)
+    disown(newer.root, newer.number)
+    assert is_free(newer.root)
 
 
 def test_a_forked_child_does_not_keep_the_folder(tmp_path: Path) -> None:
