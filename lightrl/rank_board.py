@@ -10,6 +10,7 @@ from typing import Protocol
 
 _LONGEST_END = 100_000  # characters; torch's store breaks the connection at 8 MiB
 _POSTED = "_lightrl_posted"  # marks an error that the other ranks were told of
+_BETWEEN = "between two phases"
 
 
 class Store(Protocol):
@@ -51,11 +52,13 @@ class RankBoard:
         """Posts that this rank is back in the enclosing phase."""
         self._phases.pop()
         if len(self._phases) == 1:
-            self._phases = ["between two phases"]
+            self._phases = [_BETWEEN]
         self._post_phase()
 
     def post_error(self, error: BaseException) -> None:
-        """Posts the traceback that this rank leaves with."""
+        """Posts the traceback that this rank leaves with, and the innermost phase that it left."""
+        if not (self._has_posted and _POSTED in error.__dict__):
+            self._post(f"lightrl/failed in/{self._rank}", self.phase)
         self._has_posted = error.__dict__[_POSTED] = True
         self._post(f"lightrl/error/{self._rank}", describe(error))
 
@@ -64,6 +67,7 @@ class RankBoard:
         if self._has_posted and not _is_leaving():
             self._has_posted = False
             self._post(f"lightrl/error/{self._rank}", "")
+            self._post(f"lightrl/failed in/{self._rank}", "")
 
     def errors_of_others(self) -> dict[int, str]:
         """Returns the tracebacks that other ranks posted, after a short wait: a broken connection travels faster."""
@@ -76,9 +80,8 @@ class RankBoard:
 
     def errors_now(self) -> dict[int, str]:
         """Returns the tracebacks that other ranks have posted and not withdrawn."""
-        keys = {rank: f"lightrl/error/{rank}" for rank in range(self._world) if rank != self._rank}
-        posted = {rank: self._store.get(key).decode() for rank, key in keys.items() if self._has(key)}
-        return {rank: text for rank, text in posted.items() if text}
+        others = (rank for rank in range(self._world) if rank != self._rank)
+        return {rank: text for rank in others if (text := self._posted("error", rank))}
 
     def tell(self, what: str, text: str) -> None:
         """Posts how this rank's part of something has ended; any thread may call it."""
@@ -93,9 +96,12 @@ class RankBoard:
         return [self._store.get(key).decode() if self._has(key) else None for key in keys]
 
     def describe_errors(self, errors: Mapping[int, str]) -> str:
-        """Returns a message that names the failed ranks and holds their tracebacks."""
+        """Returns a message that names the failed ranks and their phases, and holds their tracebacks."""
+        # An error that ranks agree on at the end of a phase is not posted.
+        phases = dict.fromkeys(self._posted("failed in", rank) or self.phase for rank in sorted(errors))
         reports = "\n".join(f"--- rank {rank} ---\n{report}" for rank, report in sorted(errors.items()))
-        return f"rank {', '.join(map(str, sorted(errors)))} failed in phase {self.phase!r}:\n{reports}"
+        where = " and ".join(map(_where, phases))
+        return f"rank {', '.join(map(str, sorted(errors)))} failed {where}:\n{reports}"
 
     def describe_phases(self) -> str:
         """Returns a message that says which phase each rank was last seen in."""
@@ -107,11 +113,8 @@ class RankBoard:
 
     def phase_of(self, rank: int) -> str:
         """Returns which phase a rank was last seen in, and since when; empty if it never said so."""
-        key = f"lightrl/phase/{rank}"
-        if not self._has(key):
-            return ""
-        name, since = self._store.get(key).decode().rsplit("|", 1)
-        return f"in phase {name!r} since {time.time() - float(since):.0f} s"
+        name, _, since = self._posted("phase", rank).rpartition("|")
+        return f"{_where(name)} since {time.time() - float(since):.0f} s" if since else ""
 
     def _post_phase(self) -> None:
         self._post(f"lightrl/phase/{self._rank}", f"{self.phase}|{time.time():.1f}")
@@ -124,12 +127,21 @@ class RankBoard:
         except RuntimeError:  # the store's host is gone: this rank's own error says more
             self._is_lost = True
 
+    def _posted(self, what: str, rank: int) -> str:
+        """Returns what a rank has posted; empty if it posted nothing or withdrew it."""
+        key = f"lightrl/{what}/{rank}"
+        return self._store.get(key).decode() if self._has(key) else ""
+
     def _has(self, key: str) -> bool:
         try:
             return bool(self._store.check([key]))
         except RuntimeError:  # the store's host is gone too
             self._is_lost = True
             return False
+
+
+def _where(phase: str) -> str:
+    return phase if phase == _BETWEEN else f"in phase {phase!r}"
 
 
 def describe(error: BaseException) -> str:

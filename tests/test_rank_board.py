@@ -47,7 +47,27 @@ def test_ranks_see_the_phases_and_errors_of_the_others(monkeypatch: pytest.Monke
     errors = first.errors_of_others()
     assert errors[1].endswith("ZeroDivisionError: the loss\n")
     assert second.errors_of_others() == {}
-    assert first.describe_errors(errors).startswith("rank 1 failed in phase 'learn':\n--- rank 1 ---\n")
+    assert first.describe_errors(errors).startswith("rank 1 failed in phase 'step':\n--- rank 1 ---\n")
+    assert second.describe_errors({0: "not posted"}).startswith("rank 0 failed in phase 'step':\n")
+
+
+def test_an_error_is_of_the_innermost_phase_that_it_left() -> None:
+    store = DictStore()
+    first, second, third = (RankBoard(store, rank, 3) for rank in range(3))
+    error = ZeroDivisionError("the loss")
+    second.enter("learn")
+    second.post_error(error)
+    second.leave()
+    second.post_error(error)  # once more on the way out
+    assert first.describe_errors(first.errors_now()).startswith("rank 1 failed in phase 'learn':\n")
+    second.go_on()
+    third.enter("reward")
+    third.leave()
+    third.post_error(KeyError("between"))
+    assert first.describe_errors(first.errors_now()).startswith("rank 2 failed between two phases:\n")
+    second.enter("learn")
+    second.post_error(error)
+    assert first.describe_errors(first.errors_now()).startswith("rank 1, 2 failed in phase 'learn' and between two")
 
 
 def test_an_error_that_a_program_catches_is_withdrawn_when_it_goes_on() -> None:

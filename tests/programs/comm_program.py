@@ -291,14 +291,14 @@ def check_error_in_a_collective(comm):
 
 
 def check_what_the_other_still_raises(comm):
-    """The error of the rank that left, unless this rank has one of its own, which it posts."""
+    """The error of the rank that left, in its phase, unless this rank has one of its own, which it posts."""
 
     def body(**when):
         with comm.phase("alone", **when):
             pass
 
-    expect(RankError, "rank 1 failed in phase 'alone'", partial(body, local=True))
-    expect(RankError, "rank 1 failed in phase 'alone'", partial(body, late=LookupError))
+    expect(RankError, "rank 1 failed in phase 'learn'", partial(body, local=True))
+    expect(RankError, "rank 1 failed in phase 'learn'", partial(body, late=LookupError))
 
     def failing():
         with comm.phase("alone", local=True):
