@@ -27,10 +27,10 @@ _FAILED = 1 << 62  # sent instead of its number by a rank that failed in a local
 
 
 @dataclass(slots=True)
-class Largest:
+class Agreed:
     """A number, 0 or more, that each rank sets in the body of a local phase; afterwards all ranks hold the largest."""
 
-    number: int = 0
+    largest: int = 0
 
 
 class UnknownReductionError(ValueError, AssertionError):
@@ -106,7 +106,7 @@ class Comm:
         return "start"
 
     @contextmanager
-    def phase(self, name: str, *, local: bool = False, late: type[Exception] | None = None) -> Iterator[Largest]:
+    def phase(self, name: str, *, local: bool = False, late: type[Exception] | None = None) -> Iterator[Agreed]:
         """Names what this rank is doing, so that the report of a time-out or of a failure elsewhere can show it.
 
         In a world of one it does nothing: an error there needs no help to be seen.
@@ -120,7 +120,7 @@ class Comm:
                 `local`.
         """
         with self.span(name):
-            yield Largest()
+            yield Agreed()
 
     def span(self, name: str) -> AbstractContextManager[Any]:
         """Surrounds named work that takes time: the body of each phase, and what a trainer measures as time/NAME.
@@ -257,44 +257,44 @@ class RankComm(Comm):
 
     def phase(  # type: ignore[override]
         self, name: str, *, local: bool = False, late: type[Exception] | None = None
-    ) -> AbstractContextManager[Largest]:
+    ) -> AbstractContextManager[Agreed]:
         return self._unwatched(name, local) if self.board is None else self._watched(self.board, name, local, late)
 
     @contextmanager
-    def _unwatched(self, name: str, local: bool) -> Iterator[Largest]:
+    def _unwatched(self, name: str, local: bool) -> Iterator[Agreed]:
         with self.span(name):
-            yield (largest := Largest())
+            yield (agreed := Agreed())
         if local:
-            largest.number = self.max_int(largest.number)
+            agreed.largest = self.max_int(agreed.largest)
 
     @contextmanager
-    def _watched(self, board: RankBoard, name: str, local: bool, late: type[Exception] | None) -> Iterator[Largest]:
+    def _watched(self, board: RankBoard, name: str, local: bool, late: type[Exception] | None) -> Iterator[Agreed]:
         _require_no_episode(f"phase {name!r}")
         board.enter(name)
         error: Exception | None = None
         try:
             with self.span(name):
-                yield (largest := Largest())
+                yield (agreed := Agreed())
         except Exception as raised:
             error = raised
         try:
             if local or (late is not None and (error is None or isinstance(error, late))):
-                self._raise_everywhere(board, error, largest)
+                self._raise_everywhere(board, error, agreed)
             elif error is not None:
                 self._publish_or_explain(board, error)
                 raise error
         finally:
             board.leave()
 
-    def _raise_everywhere(self, board: RankBoard, error: Exception | None, largest: Largest) -> None:
+    def _raise_everywhere(self, board: RankBoard, error: Exception | None, agreed: Agreed) -> None:
         try:
-            largest.number = self.max_int(largest.number if error is None else _FAILED)
+            agreed.largest = self.max_int(agreed.largest if error is None else _FAILED)
         except RankError as lost:  # another rank never reached the end of the body
             if error is None:
                 raise
             board.post_error(error)
             raise error from lost
-        if largest.number != _FAILED:
+        if agreed.largest != _FAILED:
             return
         text = None if error is None else (describe(error), str(error) if isinstance(error, MISTAKES) else "")
         reports = {rank: report for rank, report in enumerate(self.all_gather_object(text)) if report}

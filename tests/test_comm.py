@@ -37,9 +37,9 @@ def test_a_world_of_one_needs_no_process_group() -> None:
     assert comm.exchange([[1, 2]]) == [1, 2]
     assert comm.any(True)
     assert not comm.agree(False)
-    with comm.phase("x", local=True) as most:
-        most.number = 2
-    assert most.number == 2
+    with comm.phase("x", local=True) as agreed:
+        agreed.largest = 2
+    assert agreed.largest == 2
     with pytest.raises(ZeroDivisionError), comm.phase("x", local=True):
         raise ZeroDivisionError
 
@@ -75,9 +75,9 @@ def test_what_takes_time_under_a_name_is_told_to_a_profiler() -> None:
         spans.append(f"after {name}")
 
     comm.on_span = listen
-    with comm.phase("learn") as most, comm.span("time/update"):
+    with comm.phase("learn") as agreed, comm.span("time/update"):
         spans.append("inside")
-    assert most.number == 0
+    assert agreed.largest == 0
     assert spans == ["learn", "time/update", "inside", "after time/update", "after learn"]
 
 

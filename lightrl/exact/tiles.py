@@ -71,9 +71,9 @@ class TiledUpdates(PolicyUpdates):
     def micro_batches(self, experience: list[Experience], **per_token: Any) -> list[PackedBatch]:
         """Packs each tile, and adds dummies until all ranks have the same number."""
         temperature, comm = self._config.temperature, self._strategy.comm
-        with comm.phase("packing", local=True) as most:
+        with comm.phase("packing", local=True) as agreed:
             ordered = sorted(experience, key=lambda item: item.key)
             tiles = groupby(ordered, key=lambda item: self._tile_of[item.key])
             packs = [pack(list(tile), temperature=temperature, encode=None, **per_token) for _, tile in tiles]
-            most.number = max(1, len(packs))
-        return packs + [dummy_batch(temperature=temperature)] * (most.number - len(packs))
+            agreed.largest = max(1, len(packs))
+        return packs + [dummy_batch(temperature=temperature)] * (agreed.largest - len(packs))

@@ -86,10 +86,10 @@ class Scorer:
     @contextmanager
     def _counting(self, label: str, budget: FailureBudget) -> Iterator[None]:
         """Notes in every rank's budget, after the body, how many outcomes on any one rank are no numbers."""
-        with self._comm.phase(f"reward {label}", local=True) as most:
+        with self._comm.phase(f"reward {label}", local=True) as agreed:
             yield
-            most.number = len(budget.failures) + len(budget.no_verdicts) + budget.num_left_out
-        budget.most_unusual = most.number
+            agreed.largest = len(budget.failures) + len(budget.no_verdicts) + budget.num_left_out
+        budget.most_unusual = agreed.largest
 
     def _settle(self, budget: FailureBudget, samples: Sequence[Sample], outcomes: Mapping[str, list[Outcome]]) -> None:
         """Looks into outcomes that are no numbers, which some rank has."""

@@ -89,17 +89,17 @@ class SharedUpdates(PolicyUpdates):
     def micro_batches(self, experience: list[Experience], **per_token: Any) -> list[PackedBatch]:
         """Packs families into micro-batches, the same number on every rank; dummies fill up."""
         comm, temperature, encode = self._strategy.comm, self._config.temperature, self._encoder
-        with comm.phase("micro-batches", local=True) as most:
+        with comm.phase("micro-batches", local=True) as agreed:
             parts = self._parts(experience)
-            most.number = max(1, len(parts))
-        if len(parts) < most.number:
-            parts = self._parts(experience, most.number)
+            agreed.largest = max(1, len(parts))
+        if len(parts) < agreed.largest:
+            parts = self._parts(experience, agreed.largest)
         with comm.phase("packing", local=True):
             packs = [share(pack(part, temperature=temperature, encode=encode, **per_token)) for part in parts if part]
             for batch in packs:
                 computed = len(batch.tree.kept) if isinstance(batch, SharedBatch) else batch.cu_seqlens[-1]
                 self._statistics.mean("tokens/computed_share", computed, batch.cu_seqlens[-1])
-        return packs + [dummy_batch(temperature=temperature)] * (most.number - len(packs))
+        return packs + [dummy_batch(temperature=temperature)] * (agreed.largest - len(packs))
 
     def _parts(self, experience: list[Experience], count: int = 1) -> list[list[Experience]]:
         if self._config.micro_batch_size:

@@ -106,11 +106,11 @@ def _micro_batches(strategy: Trainer, data: Mapping[str, Any], *, over_ranks: bo
     if over_ranks:
         rows = _balanced(comm, rows)
     limits = _limits(strategy, batch)
-    with comm.phase("micro-batches", local=True) as most:
+    with comm.phase("micro-batches", local=True) as agreed:
         parts = split_micro_batches(rows, **limits)
-        most.number = len(parts)
-    if len(parts) < most.number:
-        parts = split_micro_batches(rows, min_num=most.number, **limits)
+        agreed.largest = len(parts)
+    if len(parts) < agreed.largest:
+        parts = split_micro_batches(rows, min_num=agreed.largest, **limits)
     return [pack_rows(part or [dummy_row(kinds)]).to(strategy.device) for part in parts]
 
 

@@ -320,10 +320,10 @@ def even_parts(items: Sequence[_Item], config: TrainerConfig, comm: Comm) -> lis
     """Cuts items into micro-batches within the limits, the same number on every rank; the last may be empty."""
     size = config.micro_batch_size
     limits: Any = {"max_tokens": None if size else config.max_tokens_per_microbatch, "max_samples": size or None}
-    with comm.phase("micro-batches", local=True) as most:
+    with comm.phase("micro-batches", local=True) as agreed:
         parts = split_micro_batches(items, **limits)
-        most.number = len(parts)
-    return parts if len(parts) == most.number else split_micro_batches(items, min_num=most.number, **limits)
+        agreed.largest = len(parts)
+    return parts if len(parts) == agreed.largest else split_micro_batches(items, min_num=agreed.largest, **limits)
 
 
 def by_sample(values: Iterable[tuple[PackedBatch, Tensor]]) -> dict[Key, list[float]]:

@@ -194,22 +194,22 @@ def check_caught_error(comm):
 def check_number_of_a_phase(comm):
     """Ranks agree on the largest number by the collective that tells of errors."""
     before = comm._control._get_sequence_number_for_group()
-    with comm.phase("micro-batches", local=True) as most:
-        most.number = 3 + comm.rank
-    assert most.number == 4
+    with comm.phase("micro-batches", local=True) as agreed:
+        agreed.largest = 3 + comm.rank
+    assert agreed.largest == 4
     assert comm._control._get_sequence_number_for_group() - before == 1
 
     def body():
-        with comm.phase("micro-batches", local=True) as most:
-            most.number = 1 << 40
+        with comm.phase("micro-batches", local=True) as agreed:
+            agreed.largest = 1 << 40
             if comm.rank == 1:
                 raise KeyError("too late")
 
     expect(KeyError if comm.rank == 1 else RankError, "too late", body)
     without_store = RankComm(control_group=comm._control)  # so no errors
-    with without_store.phase("micro-batches", local=True) as most:
-        most.number = 5 + comm.rank
-    assert most.number == 6
+    with without_store.phase("micro-batches", local=True) as agreed:
+        agreed.largest = 5 + comm.rank
+    assert agreed.largest == 6
     check_spans(comm, ["learn", "failing"])
     check_spans(without_store, ["learn", "failing"])
 
@@ -233,8 +233,8 @@ def check_spans(comm, names):
         with comm.phase("failing", local=True):
             raise KeyError("of both ranks")
 
-    with comm.phase("learn") as most:
-        assert most.number == 0
+    with comm.phase("learn") as agreed:
+        assert agreed.largest == 0
     expect(KeyError, "of both ranks", body)
     comm.on_span = nullcontext
     assert opened == closed == names
