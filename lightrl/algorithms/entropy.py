@@ -15,13 +15,11 @@ def entropy_bonus(entropy: Tensor, mask: Tensor, *, coef: float) -> Tensor:
     return -coef * torch.where(mask, entropy, 0.0)
 
 
-def next_entropy_coef(
-    coef: float, *, entropy: float, target: float, step: float = 0.005, highest: float = 1.0
-) -> float:
-    """Moves the coefficient by `step` so that the entropy nears the target, within [0, highest] (arXiv:2505.22312)."""
+def next_entropy_coef(coef: float, *, entropy: float, target: float, step: float = 0.005) -> float:
+    """Moves the coefficient by `step` so that the entropy nears the target, within [0, 1] (arXiv:2505.22312)."""
     if entropy == target:
         return coef
-    return min(highest, max(0.0, coef + (step if entropy < target else -step)))
+    return min(1.0, max(0.0, coef + (step if entropy < target else -step)))
 
 
 def active_entropy_coef(coef: float, *, entropy: float, target: float) -> float:

@@ -295,13 +295,6 @@ def _yaml_value(text: str, label: str) -> Any:
     return value
 
 
-def nearest_multiples(value: int, divisor: int, name: str) -> str:
-    """Returns a hint with the two nearest valid values."""
-    low = value // divisor * divisor
-    options = [low, low + divisor] if low else [divisor]
-    return f"Nearest valid {name}: {' or '.join(map(str, options))}."
-
-
 def nearest_name(name: str, known: Sequence[str] | set[str]) -> str:
     """Returns a hint with the nearest known names, or with all of them."""
     close = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)

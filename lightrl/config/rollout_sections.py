@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightrl.config.options import check_needed, nearest_multiples, option, section
+from lightrl.config.options import check_needed, option, section
 from lightrl.config.sections import CodeConfig, JudgeConfig
 from lightrl.config.temperatures import ABOVE_ZERO, check_temperatures
 
@@ -43,9 +43,12 @@ def _check_stop(texts: tuple[str, ...]) -> None:
 def _check_minibatches(config: SamplingConfig) -> None:
     num_prompts, num_minibatches = config.num_prompts, config.num_minibatches
     if num_prompts % num_minibatches:
-        hint = nearest_multiples(num_prompts, num_minibatches, "--num_prompts")
-        uneven = f"--num_prompts {num_prompts} cannot be split evenly into --num_minibatches {num_minibatches}."
-        raise ValueError(f"{uneven} {hint}")
+        low = num_prompts // num_minibatches * num_minibatches
+        nearest = f"{low} or {low + num_minibatches}" if low else num_minibatches
+        raise ValueError(
+            f"--num_prompts {num_prompts} cannot be split evenly into --num_minibatches {num_minibatches}. Nearest "
+            f"valid --num_prompts: {nearest}."
+        )
 
 
 @dataclass(kw_only=True, slots=True)

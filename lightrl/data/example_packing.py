@@ -7,21 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightrl.data.packing import Encoder, TokenValues, dummy_batch, pack
+from lightrl.data.packing import Encoder, dummy_batch, pack
 from lightrl.records import Example, Experience, PackedBatch, Prompt, Sample
 
 
-def pack_examples(
-    examples: Sequence[Example],
-    *,
-    ref_logprobs: TokenValues | None = None,
-    encode: Encoder | None = None,
-) -> PackedBatch:
+def pack_examples(examples: Sequence[Example], *, encode: Encoder | None = None) -> PackedBatch:
     """Packs the answers of a micro-batch as sequences with the keys (example's position, index among its answers).
 
     Args:
         examples: the examples; without any, the result is a dummy pack, which trains nothing.
-        ref_logprobs: one per response token, by key.
         encode: as for pack().
     """
     if not examples:
@@ -34,9 +28,7 @@ def pack_examples(
     experiences = [
         _as_experience(example, index, encode) for example in examples for index in range(len(example.answers))
     ]
-    return pack(
-        experiences, temperature=1.0, old_logprobs=None, ref_logprobs=ref_logprobs, loss_mask=masks, encode=encode
-    )
+    return pack(experiences, temperature=1.0, old_logprobs=None, loss_mask=masks, encode=encode)
 
 
 def pair_positions(batch: PackedBatch) -> list[int]:

@@ -20,7 +20,7 @@ def limit_vllm(source: PreTrainedModel, arguments: dict[str, Any]) -> None:
     """
     longest, original = _lengths(source)
     if original is None:
-        _refuse_growth(source, longest, "vllm")
+        _refuse_growth(source, longest)
         return
     given = int(arguments.get("max_model_len") or -1)
     if given < 0:  # vLLM would keep the original length, whatever the trainer chose
@@ -62,10 +62,10 @@ def _lengths(source: PreTrainedModel) -> tuple[int, int | None]:
     return longest, original_length(source.config)
 
 
-def _refuse_growth(source: PreTrainedModel, longest: int, engine: str) -> None:
+def _refuse_growth(source: PreTrainedModel, longest: int) -> None:
     positions = int(source.config.get_text_config().max_position_embeddings)
     if longest > positions:
         raise ValueError(
             f"Sequences of {longest} tokens are longer than the {positions} positions of {source.config.model_type}. "
-            f"Its dynamic rope grows for them in the trainer and not in {engine}. Use --engine native."
+            f"Its dynamic rope grows for them in the trainer and not in vllm. Use --engine native."
         )

@@ -28,11 +28,6 @@ class Engine:
     sync: float  # whole weights in transit, and the sums that prove their arrival
     cached_tokens: float  # tokens for which the cache has room
 
-    @property
-    def awake(self) -> float:
-        """The bytes while it generates."""
-        return self.weights + self.adapters + self.cache + self.work
-
 
 def engine_of(
     config: RolloutConfig,

@@ -68,19 +68,14 @@ class KeptBatch(PackedBatch):
         return self.last
 
 
-def share(batch: PackedBatch, most: float = 1.0) -> PackedBatch:
-    """Returns the pack with its tree and each image once; with no tree if no beginning is worth sharing.
-
-    Args:
-        batch: a pack on the CPU.
-        most: the largest share of the pack's tokens that the tree may compute.
-    """
-    batch, tree = tree_of(batch, most)
+def share(batch: PackedBatch) -> PackedBatch:
+    """Returns a pack on the CPU with its tree and each image once; with no tree if no beginning is worth sharing."""
+    batch, tree = tree_of(batch)
     return batch if tree is None else with_tree(batch, tree)
 
 
 def tree_of(batch: PackedBatch, most: float = 1.0) -> tuple[PackedBatch, PrefixTree | None]:
-    """Returns the pack with each image once, and its tree."""
+    """Returns the pack with each image once, and its tree, which may compute the share `most` of the tokens."""
     batch, keys = (batch, batch.input_ids.numpy()) if batch.vision is None else identified(batch, batch.vision)
     return batch, prefix_tree(keys, batch.cu_seqlens, most)
 

@@ -33,14 +33,6 @@ def test_the_answers_of_a_pair_are_found_again() -> None:
     assert (chosen.tolist(), rejected.tolist()) == ([3, 0], [1, 2])  # pairs in the order of positions 0, 3
 
 
-def test_reference_logprobs_follow_their_answers() -> None:
-    examples = [pair(0, answer(5, 6), answer(7))]
-    batch = pack_examples(examples, ref_logprobs={(0, 0): [-1.0, -2.0], (0, 1): [-3.0]})
-    assert batch.keys == ((0, 1), (0, 0))
-    assert batch.ref_logprobs is not None
-    assert batch.ref_logprobs.tolist() == [-3.0, -1.0, -2.0]
-
-
 def test_no_example_is_a_dummy_without_pairs() -> None:
     batch = pack_examples([])
     chosen, rejected = pair_sequences(batch)

@@ -22,6 +22,6 @@ def test_native_and_vllm(small_config: Any) -> None:
     assert (lent.weights, lent.asleep, lent.cache) == (0, 0, native.cache)
     config.engine, config.engine_mem_fraction = "vllm", 0.5
     vllm = engine_of(config, model, batches, ranks=1, memory=1e6)
-    assert (vllm.awake, vllm.asleep) == (5e5, 0)
+    assert (vllm.weights + vllm.cache, vllm.work, vllm.asleep) == (5e5, 0, 0)
     assert vllm.cached_tokens == (5e5 - 4 * numel) / per_token
     assert vllm.sync == 16 * 64 * 32  # two float64 of each element of the largest weight

@@ -147,7 +147,6 @@ def test_slots_leave_less_room_for_the_cache(engine: str, small_config: Any) -> 
     assert bare.engine is not None
     assert plan.engine.adapters > 0
     assert plan.engine.cache == bare.engine.cache - plan.engine.adapters
-    assert plan.engine.awake == bare.engine.awake
 
 
 def test_an_adapter_that_cannot_be_read_is_told(

@@ -23,17 +23,15 @@ _READABLE = (torch.float32, torch.bfloat16, torch.float16)  # other types hold q
 _REMADE = re.compile(r"\b(A_weight_loader|composed_weight_loader)\b")  # loaders of -exp(A_log) and the like
 _DEALT = "mamba_v2_sharded_weight_loader"  # loader of parts that are split one by one, which no name shows
 _EXPERTS = re.compile(r"(.+\.experts)\.(?:(\d+)\.)?(gate_up_proj|gate_proj|up_proj|down_proj|w1|w2|w3)(?:\.weight)?")
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}  # the server's: ours
+# Layers that the checkpoint also fuses in the same order. Others (query_key_value, c_attn ...) may be reordered.
+_FUSED_ALIKE = ("qkv", "qkv_proj", "gate_up_proj")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerRules:
-    """How a server names and fuses the layers of its models."""
+    """How a server names and holds the layers of its models."""
 
-    fused: Mapping[str, Sequence[str]] = field(  # the server's layer, and the checkpoint's layers in order
-        default_factory=lambda: {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-    )
-    # Layers that the checkpoint also fuses in the same order. Others (query_key_value, c_attn ...) may be reordered.
-    fused_alike: tuple[str, ...] = ("qkv", "qkv_proj", "gate_up_proj")
     renamed: Mapping[str, str] = field(default_factory=dict)  # layers whose name differs from the checkpoint's
     finds_by_ending: bool = False  # whether the ending of a name identifies the only parameter that has it
     compares_experts: bool = True  # False for a server that packs them while it loads
@@ -49,7 +47,7 @@ class Placement:
         self._rules = rules
         self._tp = (tp_rank, tp_size)
         self._renamers = _renamers(self._modules)
-        self._fused = _fused_layers(self._modules, rules)
+        self._fused = _fused_layers(self._modules)
         self._by_ending = _names_by_ending(self.parameters) if rules.finds_by_ending else {}
 
     def places(self, name: str, shape: Shape) -> list[Place] | None:
@@ -106,7 +104,7 @@ class Placement:
         """Returns the places of a tensor that has a parameter to itself."""
         layer = own.rpartition(".")[0]
         num_parts = len(getattr(self._modules.get(layer), "output_sizes", ()))
-        if num_parts and layer.rpartition(".")[2] in self._rules.fused_alike:
+        if num_parts and layer.rpartition(".")[2] in _FUSED_ALIKE:
             return self._split_places(own, layer, shape)
         return self._plain_place(own, layer, shape) if num_parts < 2 else None
 
@@ -273,9 +271,9 @@ def _renamed(mapper: Any, name: str) -> str:
     return name
 
 
-def _fused_layers(modules: Mapping[str, nn.Module], rules: ServerRules) -> dict[str, tuple[str, int]]:
+def _fused_layers(modules: Mapping[str, nn.Module]) -> dict[str, tuple[str, int]]:
     """Returns the server's fused layer, and the index in it, for the last part of a layer's name."""
-    fused: dict[str, Sequence[str]] = dict(rules.fused)
+    fused: dict[str, Sequence[str]] = dict(_FUSED)
     for module in modules.values():
         own = getattr(module, "packed_modules_mapping", None)
         fused.update(own if isinstance(own, dict) else {})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -165,7 +164,7 @@ def _wish(settings: Mapping[str, Any], limit: str) -> Wish:
     if not isinstance(ids, list) or not all(type(token) is int for token in ids):
         raise _wrong("stop_token_ids", ids, "a list of integers")
     temperature = settings.get("temperature")
-    if temperature is not None and not _is_number(temperature, 0, 1e6):
+    if temperature is not None and not (type(temperature) in (int, float) and 0 <= temperature <= 1e6):
         raise _wrong("temperature", temperature, "a number of 0 or above")
     return Wish(
         num_choices=_whole(settings, "n", 1, low=1, high=_MAX_CHOICES) or 1,
@@ -173,12 +172,6 @@ def _wish(settings: Mapping[str, Any], limit: str) -> Wish:
         stop=stops,
         stop_token_ids=tuple(ids),
         temperature=temperature,
-    )
-
-
-def _is_number(value: Any, low: float, high: float) -> bool:
-    return (
-        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and low <= value <= high
     )
 
 
