@@ -199,7 +199,7 @@ def set_aside(checkpoint: Path) -> Path:
 
 
 def open_directory(root: Path, tag: str | None, *, keep: int, max_bytes: int) -> CheckpointDirectory:
-    """Returns where to save a checkpoint: under its tag, or, without one, as a step among the others.
+    """Returns the directory for a checkpoint, named by its tag, or by its step if it has no tag.
 
     The limits count tagged and untagged checkpoints separately. The newest and the one that a run would resume from are
     always kept.

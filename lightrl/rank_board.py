@@ -128,7 +128,7 @@ class RankBoard:
             self._is_lost = True
 
     def _posted(self, what: str, rank: int) -> str:
-        """Returns what a rank has posted; empty if it posted nothing or withdrew it."""
+        """Returns the text that a rank has posted; empty if it posted none or withdrew it."""
         key = f"lightrl/{what}/{rank}"
         return self._store.get(key).decode() if self._has(key) else ""
 

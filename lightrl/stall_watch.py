@@ -262,7 +262,7 @@ def _host() -> str:
 
 
 def _process(pid: int) -> dict[str, Any]:
-    """Returns what distinguishes a process from a later one with the same process id."""
+    """Returns facts that distinguish a process from a later one with the same process id."""
     return {"host": _host(), "pid": pid, "started": _status(pid)[1]}
 
 

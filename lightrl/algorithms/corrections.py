@@ -100,7 +100,7 @@ def corrected(loss: TokenLoss, weights: Tensor) -> TokenLoss:
 
 
 def far_off_policy(tokens: OffPolicyTokens, advantages: Tensor, *, threshold: float) -> Tensor:
-    """Returns the tokens, [N] bool, of sequences of which DeepSeek-V3.2 learns nothing (arXiv:2512.02556, eq. 9).
+    """Returns the tokens, [N] bool, of the sequences that DeepSeek-V3.2 masks out (arXiv:2512.02556, eq. 9).
 
     Their mean advantage is negative, and the mean of log(sampler / trainer) over their trained tokens, an estimate of
     the KL, is above the threshold. A policy that no longer writes such a sequence need not be pushed away from it.

@@ -51,7 +51,7 @@ def _parts(hint: Any) -> tuple[Any, Interval | None]:
 
 
 def _wanted(hint: Any, interval: Interval | None, value: Any) -> str:
-    """Returns what the value should be, in words; empty if the value is valid."""
+    """Describes the values that are allowed; empty if this value is one of them."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if get_origin(hint) is Literal and value not in get_args(hint):
         return f"one of {', '.join(map(str, get_args(hint)))}"

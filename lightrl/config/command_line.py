@@ -238,7 +238,7 @@ def _nearest_option(name: str, known: set[str]) -> str:
 
 
 def _check_value(name: str, value: Any, hint: Any, path: str) -> None:
-    """Raises ValueError for a value that would be no flag, or one of which the parser would say less."""
+    """Raises ValueError for a value that no flag can express, or that the parser would refuse with a poorer message."""
     if value is None and type(None) not in get_args(hint):
         raise ValueError(f"--config {path}: {name} has no value. Give one, or leave the line out.")
     if isinstance(value, list) and not _takes_several(hint):

@@ -30,14 +30,14 @@ class HubConfig:
     """Make the repository private if it does not exist yet."""
 
     def check(self) -> None:
-        """Raises ValueError for what is no name of a repository."""
+        """Raises ValueError if hub.push is not the name of a repository."""
         if self.push and not _NAME.fullmatch(self.push):
             raise ValueError(f"--hub.push {self.push}: give the name of a repository, such as me/my-model.")
 
 
 @dataclass(kw_only=True)
 class ExportOptions(ProfileConfig):
-    """What a run hands on, and what is recorded of it."""
+    """Options for the models that a run exports, and for the profile that it records."""
 
     __slots__ = ()
 

@@ -99,7 +99,7 @@ def _described(config_class: type[Any], prefix: str = "") -> Iterator[_Described
 
 
 def _values(hint: Any) -> str:
-    """Returns what may be given for an option of the type."""
+    """Describes the values that an option of the type accepts."""
     if get_origin(hint) is Literal:
         return "{" + ",".join(map(str, get_args(hint))) + "}"
     if get_origin(hint) is tuple:

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def check_lookup(config: Any) -> None:
-    """Raises ValueError for an option of a guessing run that needs another engine, or each token by itself."""
+    """Raises ValueError for an option that guessing tokens (--native.lookup) cannot be combined with."""
     is_truncated = getattr(config, "is_truncated", False)
     reasons = (
         (f"engine {config.engine}", config.engine != "native", "only the native engine guesses"),

@@ -194,7 +194,7 @@ class RolloutConfig(SharingConfig, TruncationConfig, SamplingConfig, RewardConfi
 
     @property
     def may_share_prompts(self) -> bool:
-        """Whether the run shares prompts by itself if its device is a CPU and its models allow it.
+        """Whether the run shares prompts without being asked, if its device is a CPU and its models allow it.
 
         Only where sharing has been timed, and where no option needs whole sequences.
         """

@@ -96,7 +96,7 @@ def parse_yaml(text: str, label: str, *, as_written: bool = False) -> Any:
 
 
 def _reason(error: Exception, text: str) -> str:
-    """Returns what is wrong and at which one place; a text of a single line needs no number of it."""
+    """Describes the mistake and its position; the line is left out for a text that has only one."""
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return " ".join(str(error).split())
     num_lines, mark = text.rstrip().count("\n") + 1, error.problem_mark

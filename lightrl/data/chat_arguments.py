@@ -65,7 +65,7 @@ def uses_template(chat_template: str, records: Sequence[LocatedRecord]) -> bool:
 
 
 def warn_of_date(renderer: Any, arguments: Mapping[str, Any]) -> None:
-    """Warns of a template that writes today's date, so that a run which goes on tomorrow has other prompts."""
+    """Warns of a template that writes today's date: a run that continues tomorrow would have other prompts."""
     text = _text_of(renderer)
     if _TODAY not in text or _DATE in arguments:
         return

@@ -24,7 +24,7 @@ def parse_json(content: bytes, where: str, wanted: str) -> Any:
 
 
 def _reason(error: ValueError | RecursionError, text: str) -> str:
-    """Returns what is wrong; with a line only in a text of several, as the line of a record is told beside it."""
+    """Describes the mistake; names its line only in a longer text, because callers name the line of a record."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if not isinstance(error, json.JSONDecodeError):

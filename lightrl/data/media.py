@@ -188,7 +188,7 @@ def _require_video_suffix(path: str) -> None:
 
 @contextmanager
 def _opened(file: str | bytes, kind: str) -> Iterator[Any]:
-    """Opens a PIL image, of which only the header is read at first; raises MediaError if PIL fails, here or later."""
+    """Opens a PIL image, reading only its header at first; raises MediaError if PIL fails, here or later."""
     name = file if isinstance(file, str) else f"of {len(file)} bytes"
     try:
         from PIL import Image  # noqa: PLC0415  (optional)

@@ -26,7 +26,7 @@ class MediaFields:
     processor: MediaProcessor | None = None  # None: the model takes no media, so media in the data are an error
 
     def named(self, record: Record, prompt_field: str, kind: Kind) -> tuple[str, Any]:
-        """Returns what a record names of a kind, None if it names nothing, and the field where it was found.
+        """Returns the field in which a record names media of a kind, and its value; None as value if it names none.
 
         Many data sets have `image` for `images`, or the images in the parts of their messages: both are read where the
         field has its usual name and holds nothing.

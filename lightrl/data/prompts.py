@@ -169,7 +169,7 @@ class PromptTooLongError(ValueError):
 def build_fitting_prompts(
     records: Sequence[LocatedRecord], tokenizer: PreTrainedTokenizerBase, **settings: Any
 ) -> Sequence[Prompt]:
-    """Does what build_prompts() does with the records that are not too long, and says how many are left out."""
+    """Builds prompts as build_prompts() does, but leaves out records that are too long, and reports their number."""
     fitting = [index for index, located in enumerate(records) if _fits(located, tokenizer, settings)]
     if not fitting:
         raise ValueError(f"All {len(records)} prompts are too long: none is left. Use a model with a longer context.")

@@ -77,7 +77,7 @@ class PromptSampler(Draws):
         return int(self._order[1][index])
 
     def state_dict(self) -> dict[str, int]:
-        """Returns what load_state_dict() needs, as plain integers."""
+        """Returns the state for load_state_dict(), as plain integers."""
         return {"num_drawn": self.num_drawn, "num_prompts_in_data": self.num_prompts_in_data, "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:

@@ -228,7 +228,7 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     def load_weights(self, weights: NamedTensors, version: int) -> None:
-        """Loads (HF name, full tensor) pairs, all of which it consumes, and drops all caches of older weights.
+        """Consumes all (HF name, full tensor) pairs, loads them, and drops all caches of older weights.
 
         Raises WeightSyncError that names any parameter that is missing, unknown, misshapen, or not held afterwards as
         it was given. Unfinished requests go on with the keys and values that they have.

@@ -60,7 +60,7 @@ class SyncReport:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """A request of the caller, of which the engine's own request may be a later part."""
+    """A request of the caller; the engine's own request may be only the rest of it."""
 
     request_id: int  # the caller's
     prompt: EnginePrompt

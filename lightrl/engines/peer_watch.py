@@ -78,7 +78,7 @@ class PeerWatch:
             self.lost.append(peer)
 
     def _describe_lost(self) -> str:
-        """Returns what ended ranks have posted, which may come a moment later, or that they posted nothing."""
+        """Returns the errors that ended ranks have posted, after a short wait, or a sentence that they posted none."""
         self._boards[self._role.other].errors_of_others()  # waits
         said = "\n".join(filter(None, map(self._said, self._boards)))
         names = ", ".join(map(self._role.name_of, sorted(self.lost)))

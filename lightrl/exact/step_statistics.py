@@ -34,7 +34,7 @@ class ExactStatistics(Statistics):
         self._sums[name] = (kind, before + to_units(total), counted + to_units(count))
 
     def reduce(self, comm: Any) -> dict[str, float]:
-        """Returns the step's numbers over all ranks, sorted by name, and starts anew."""
+        """Returns the step's numbers over all ranks, sorted by name, and starts over."""
         sums, self._sums = self._sums, {}
         gathered = comm.all_gather_object(sums)
         largest = super().reduce(comm)

@@ -95,7 +95,7 @@ class GradientSum:
             low += rounded
 
     def total(self) -> Tensor:
-        """Returns the sum, rounded once, as float32, and starts anew.
+        """Returns the sum, rounded once, as float32, and starts over.
 
         The result lies in the memory of high, which the next add() overwrites. A chunk is written where it, or an
         earlier one, was.

@@ -1,4 +1,4 @@
-"""Fixes for the whole run the rotary frequencies that transformers would otherwise choose anew in every call.
+"""Fixes for the whole run the rotary frequencies that transformers would otherwise choose in every call.
 
 Under `longrope` (Phi-3, MiniCPM) and `dynamic` rope, transformers chooses the frequencies of all tokens of a call by
 its largest position. One long sequence would then change every short one in its pack, and the gradient would depend on

@@ -101,7 +101,7 @@ def _why_no_connection(host: str, port: int) -> str:
 
 
 def instead_of(folder: Path) -> str:
-    """Returns what to give instead of a folder that holds no model; empty if it is none that lightrl or peft writes."""
+    """Returns a hint for a folder that holds no model, if lightrl or peft wrote it; empty for any other folder."""
     if (folder / "adapter_config.json").is_file():
         return " It holds an adapter: give the model that it belongs to, or the merged one, which a run has as final/."
     if (folder / "final" / "config.json").is_file():

@@ -220,7 +220,7 @@ class _TileGradient:
     """
 
     def __init__(self, ctx: Any, grad_logprobs: Tensor) -> None:
-        """Takes what forward() saved in ctx."""
+        """Reads the tensors that forward() saved in ctx."""
         self.transform: LogitTransform = ctx.transform
         *_, self.targets, self.logsumexp, self.entropy = ctx.saved_tensors
         self.of_chosen = grad_logprobs * self.transform.slope_at_zero

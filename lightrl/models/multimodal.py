@@ -318,7 +318,7 @@ def blank_vision(config: Any, device: torch.device) -> VisionInputs:
 
 
 def embedded(model: Any, tokens: Tokens) -> dict[str, Any]:
-    """Returns what the text decoder takes instead of the ids of a rank's tokens.
+    """Returns the text decoder's inputs for a rank's tokens, with the features of images in place of ids.
 
     Every rank runs the vision tower, with or without an image: if the tower is sharded, a rank that skipped it would
     leave the others waiting.
@@ -348,7 +348,7 @@ def _shown(vision: VisionInputs, per_feature: int) -> VisionInputs | None:
 
 
 def decoder_inputs(model: Any, input_ids: Tensor, vision: VisionInputs | None) -> dict[str, Any]:
-    """Returns what the text decoder of a vision-language model takes instead of input_ids, [B, T].
+    """Returns the inputs that a vision-language model's text decoder takes in place of input_ids, [B, T].
 
     The vision tower runs once, over images and videos together.
     """

@@ -349,7 +349,7 @@ def _flash_shares_keys(query: Tensor, value: Tensor, mask: Tensor | None) -> boo
 
 
 def eager_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """Computes what SDPA cannot: attention with soft-capped scores (Gemma 2) or sinks (gpt-oss)."""
+    """Computes the attention that SDPA lacks: with soft-capped scores (Gemma 2) or sinks (gpt-oss)."""
     count, num_heads, length, _ = query.shape
     num_keys = key.shape[2]
     scores = query @ _repeat_heads(key, num_heads).transpose(2, 3) * scoring.scale

@@ -70,13 +70,13 @@ class Pass:
 
 @lru_cache(maxsize=64)
 def needs_of(model: Model, pack: PackShape, settings: Settings) -> Pass:
-    """Returns what a pass needs for this rank's part of the model and of the pack."""
+    """Returns the memory of a pass over this rank's part of the model and of the pack."""
     one, two = (_measured(model, pack, num_layers, settings) for num_layers in (1, 2))
     return Pass(top=one.top + (model.num_layers - 1) * (two.top - one.top), bottom=max(one.bottom, two.bottom))
 
 
 def needs_of_few(model: Model, pack: PackShape, *, trains: bool, on_accelerator: bool) -> tuple[Pass, Pass]:
-    """Returns what passes of one block and of two need, in float32."""
+    """Returns the memory of a pass of one block and of a pass of two, in float32."""
     settings = Settings(trains=trains, on_accelerator=on_accelerator)
     one, two = (_measured(model, pack, count, settings) for count in (1, 2))
     return one, two

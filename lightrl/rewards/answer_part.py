@@ -10,7 +10,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox) *\{")
 
 
 def behind_thoughts(text: str) -> str:
-    """Returns what follows the thoughts, or the whole text if nothing does."""
+    """Returns the text after the thoughts, or the whole text if nothing follows them."""
     part = text.rpartition(END_OF_THOUGHTS)[2]
     return part if part.strip() else text
 
@@ -25,7 +25,7 @@ def answer_part(text: str) -> str | None:
 
 
 def _content(text: str, start: int) -> str:
-    """Returns what stands between the brace that ends before `start` and its partner."""
+    """Returns the text between the brace that ends before `start` and its partner."""
     depth = 1
     for index, character in enumerate(text[start:], start):
         depth += (character == "{") - (character == "}")

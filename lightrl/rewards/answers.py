@@ -22,7 +22,7 @@ ReadAnswers = Callable[[Sequence[Sample]], list[Hashable | None]]
 
 
 def reader_of(rewards: RewardSet) -> ReadAnswers:
-    """Returns what reads the answers of responses by the first reward that can; raises LateMistakeError if none can."""
+    """Returns a function that reads answers with the first reward that can; raises LateMistakeError if none can."""
     for item in rewards.rewards:
         read = getattr(unwrapped(item.reward), "answer_of", None)
         if read is not None:

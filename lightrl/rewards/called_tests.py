@@ -192,7 +192,7 @@ class _Definitions:
 
 
 def _imported(module: ast.Module) -> dict[str, str]:
-    """Returns what the names mean that a module imports, such as unittest.main for main."""
+    """Returns the full name behind each name that a module imports, such as unittest.main for main."""
     names = {}
     for node in ast.walk(module):
         if isinstance(node, ast.Import):

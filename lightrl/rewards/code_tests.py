@@ -219,7 +219,7 @@ def _tests_of(fields: Mapping[str, Any], field: str) -> list[str | Mapping[str, 
 
 
 def _parsed(test: Any) -> Any:
-    """Returns what a text holds as JSON, if that is an object or a list; other texts are statements."""
+    """Parses a text that holds a JSON object or list; returns any other text, which holds statements, unchanged."""
     if isinstance(test, str) and test.lstrip().startswith(("[", "{")):
         try:
             return json.loads(test)
@@ -284,7 +284,7 @@ def _joined(value: Any) -> Any:
 
 @lru_cache(maxsize=1024)
 def _flaw(test: str) -> str:
-    """Returns what keeps the statements from telling programs apart; empty if nothing does."""
+    """Explains why the statements cannot tell programs apart; empty if they can."""
     try:
         is_idle = all(map(_is_idle, ast.parse(test).body))  # they only define, import or write down values
     except (SyntaxError, ValueError):

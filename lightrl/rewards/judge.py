@@ -191,7 +191,7 @@ class Judge:
 
 
 def _without_thoughts(reply: str) -> str:
-    """Returns what follows the thoughts of a model that writes them into its reply, which may hold scores in draft.
+    """Returns a reply without the thoughts that some models write before it, which may hold scores in draft.
 
     Behind them, and in a reply without any, <think> is a word: a judge may speak of the tags of the response.
     """
@@ -200,7 +200,7 @@ def _without_thoughts(reply: str) -> str:
 
 
 def _told_in_a_success(content: Any) -> str:
-    """Returns the error of a reply with status 200 if it may be temporary: some gateways hand on errors like that."""
+    """Returns the error in a reply with status 200 if it may be temporary: some gateways pass errors on like that."""
     error = content.get("error") if isinstance(content, Mapping) else None
     code = error.get("code") if isinstance(error, Mapping) else None
     may_pass = isinstance(code, int) and (code in _TRANSIENT or code >= 500)

@@ -182,7 +182,7 @@ def _parse_given(verifier: Any, text: str) -> list[Any]:
 
 
 def _forms_of(answer: str) -> list[str]:
-    """Returns what to read an answer between tags as: as if it were boxed, or first as text if it has words."""
+    """Returns the forms in which to read an answer between tags: boxed first, or as text first if it has words."""
     boxed = f"\\boxed{{{_without_marks(answer).strip().rstrip('.')}}}"
     if is_marked(answer):
         return [answer]

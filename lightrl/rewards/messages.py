@@ -69,7 +69,7 @@ def _read(fd: int, count: int, deadline: float | None) -> bytes:
 
 
 def packed_for_worker(reward: Any) -> tuple[str, bytes]:
-    """Returns what a worker needs to load the same reward: (the file to run first or "", the pickled reward)."""
+    """Returns the data from which a worker loads the same reward: (the file to run first or "", the pickled reward)."""
     function = unwrapped(reward)
     named = function if inspect.isfunction(function) else type(function)
     if named.__module__ == "__main__" or "<" in named.__qualname__:

@@ -180,7 +180,7 @@ class EngineClient:
         return stop_tokens(stop, self.tokenizer, self._driver.engine.engine.vocab_size)
 
     def _with_media(self, ids: Sequence[int]) -> EnginePrompt:
-        """Returns what the engine takes: the tokens, and the images and videos that they show."""
+        """Returns the engine's input: the tokens, and the images and videos that they show."""
         prompt = EnginePrompt(token_ids=tuple(ids))
         if self._prompt and self._shows_media(ids):
             images, videos = self._siblings.media(self._prompt)
@@ -285,7 +285,7 @@ def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, tools: S
 
 
 def text_behind_answer(tokenizer: Any, messages: Sequence[Mapping[str, Any]], renderer: Any = None) -> str:
-    """Returns what the chat template writes behind an answer: its end, these messages and the next answer's beginning.
+    """Returns the text that the chat template writes after an answer: its end, these messages and the next beginning.
 
     Raises whatever the template raises. renderer: has the template instead of the tokenizer, for messages with images.
     """

@@ -17,7 +17,7 @@ class DifferingReward:
     """Listens to one of the run's rewards, and replaces the sums of a group by its values."""
 
     def __init__(self, name: str, rewards: RewardSet) -> None:
-        """Raises ValueError if the name is none of a reward that each rank computes by itself."""
+        """Raises ValueError if no reward that each rank computes by itself has this name."""
         known = [item.label for item in rewards.rewards if not is_collective(item.reward)]
         if name not in known:
             raise ValueError(
@@ -65,6 +65,6 @@ def _with_judgement(group: ScoredGroup, values: Sequence[float]) -> ScoredGroup:
 
 
 def differing_reward_of(config: RolloutConfig, rewards: RewardSet) -> DifferingReward | None:
-    """Returns what listens to the reward that must differ, if the run names one."""
+    """Returns a listener to the reward that must differ, if the run names one."""
     name = config.dynamic_sampling.reward if isinstance(config, GRPOConfig) else ""
     return DifferingReward(name, rewards) if name else None

@@ -130,7 +130,7 @@ class EpisodeDriver:
         return results
 
     def close(self) -> None:
-        """Cancels what is still asked for, and from now on every request at once."""
+        """Cancels all open requests, and from now on every new one at once."""
         self.is_over = True
         for wish in [*self._wishes, *self._waiting.values()]:
             wish.answer.cancel()

@@ -162,7 +162,7 @@ class EpisodeCollector(EpisodeScorer, Collector):
         return [self.as_sample(job, item) for job, item in zip(jobs, made, strict=True)]
 
     def _gate(self, group_size: int) -> AbstractAsyncContextManager[object]:
-        """Returns what lets only so many episodes of this rank's engine run at once."""
+        """Returns a semaphore that limits how many episodes of this rank's engine run at once, if a limit is set."""
         if not self._max_groups:
             return nullcontext()
         share = self._max_groups * self._strategy.serving.group.size // self._comm.world
@@ -170,7 +170,7 @@ class EpisodeCollector(EpisodeScorer, Collector):
 
     @property
     def _media(self) -> MediaProcessor | None:
-        """What reads the images of observations; None if they may have none."""
+        """Processor for the images of observations; None if they may have none."""
         return self._strategy.media
 
     def workflow_of(self, job: EpisodeJob) -> Workflow:

@@ -114,7 +114,7 @@ class LoopThread:
         self._starting = threading.Lock()
 
     async def run(self, call: Coroutine[Any, Any, Result]) -> Result:
-        """Returns the result of a coroutine, which runs there; it is cancelled if whoever waits for it is."""
+        """Runs a coroutine there and returns its result; it is cancelled if its caller is."""
         running = asyncio.run_coroutine_threadsafe(without_exit(call), self._started())
         return await asyncio.wrap_future(running)
 

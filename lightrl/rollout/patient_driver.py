@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def driver_of(options: WorkflowConfig) -> Callable[[ColocatedEngine, EngineGroup], PhasedDriver]:
-    """Returns what makes the driver of a schedule's episodes."""
+    """Returns a function that makes the driver of a schedule's episodes."""
     return partial(PatientDriver, wait_s=options.turn_wait_s) if options.turn_wait_s else PhasedDriver
 
 

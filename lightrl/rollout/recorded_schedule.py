@@ -80,7 +80,7 @@ class ScheduleLog:
 
 
 def _end_of(path: Path, step: int) -> int:
-    """Returns where the lines up to a step end. Of a long file only the lines behind them are read."""
+    """Returns the offset at which the lines up to a step end. In a long file, only later lines are read."""
     if not path.stat().st_size:
         return 0
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:

@@ -61,7 +61,7 @@ class ReplayedCollector:
     def score(
         self, samples: Sequence[Sample], statistics: Statistics | None = None, *, prefix: str = ""
     ) -> list[float]:
-        """Scores the samples anew."""
+        """Scores the samples again."""
         return self._collector.score(samples, statistics, prefix=prefix)
 
     def evaluate(self, prompts: Sequence[Prompt], **settings: Any) -> dict[str, float]:

@@ -130,7 +130,7 @@ class ToolBox:
                 return
 
     def _gate(self, tool: Tool) -> AbstractAsyncContextManager[Any]:
-        """Returns what a call holds while it runs."""
+        """Returns the semaphore that a call holds while it runs, if its tool limits them."""
         if tool.max_concurrency is None:
             return nullcontext()
         if self._gates_loop is not asyncio.get_running_loop():

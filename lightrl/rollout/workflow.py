@@ -72,7 +72,7 @@ class Environment(Protocol):
         ...
 
     def step(self, action: str) -> Any:
-        """Acts on what the policy said; returns (observation, reward, whether the episode is over).
+        """Carries out the policy's action; returns (observation, reward, whether the episode is over).
 
         An observation is a text or an image, which becomes the message of a user, or a list of messages.
         """

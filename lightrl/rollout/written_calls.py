@@ -62,7 +62,7 @@ def _whole_call(text: str, match: re.Match[str], mark: str, read: Callable[[str]
 
 
 def marked(text: str, marks: tuple[str, str], thought: tuple[str, str] = THOUGHT) -> Iterator[re.Match[str]]:
-    """Yields what stands between two marks, its only group, outside the turn's thoughts.
+    """Yields a match for each text between two marks, its only group, outside the turn's thoughts.
 
     Behind the last end nothing is searched: a turn that only repeats the beginning would take seconds.
     """

@@ -127,7 +127,7 @@ class ForeignNames(ForwardNames, ABC):
         return named_policy(self)
 
     def setup_model_and_optimizer(self: Native, model_type: Any = None) -> None:
-        """Prepares what model_provider_func() returns; sets model, optimizer, lr_scheduler and grad_scaler."""
+        """Prepares the model of model_provider_func(); sets model, optimizer, lr_scheduler and grad_scaler."""
         set_up_trained(self)
 
     def random_stream(self: Native, role: str, per_rank: bool = True) -> torch.Generator:

@@ -179,7 +179,7 @@ class FSDPStrategy(TorchStrategy):
 
 
 def _summary(batch: Any) -> tuple[Any, ...] | None:
-    """Returns what tells two micro-batches apart; None for an argument that is no pack."""
+    """Returns a value in which two micro-batches differ; None for an argument that is no pack."""
     if not isinstance(batch, PackedBatch):
         return None
     return batch.keys, batch.cu_seqlens, int(batch.input_ids.sum())

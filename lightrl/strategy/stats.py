@@ -62,7 +62,7 @@ class Stats:
         self.record(name, watch.take()[name])
 
     def export(self) -> dict[str, float]:
-        """Returns the numbers over all ranks and starts anew; for loops without a trainer. Every rank must call it."""
+        """Returns the numbers over all ranks and starts over; for loops without a trainer. Every rank must call it."""
         return self._strategy.statistics.reduce(self._strategy.comm)
 
 

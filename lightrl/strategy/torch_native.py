@@ -192,7 +192,7 @@ class TorchStrategy(StrategyBase):
     # ---- The average of the weights ----------------------------------------------------------------------------
 
     def keep_average(self, model: nn.Module, decay: float) -> None:
-        """Averages the weights from now on, after each update and in checkpoints; a second call starts anew."""
+        """Averages the weights from now on, after each update and in checkpoints; a second call starts over."""
         optimizer = self.trained.entry(model).optimizer
         for hook in hooks_of(optimizer):
             if isinstance(hook, AverageOfModel) and hook.model is model:

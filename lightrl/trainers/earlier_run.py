@@ -55,7 +55,7 @@ def require_same(root: Path, config: RunConfig) -> None:
 
 
 def different_ranks(options: Sequence[Mapping[str, Any]]) -> str:
-    """Returns what to say of ranks of which one has other options than the first; as_dict() gives the options."""
+    """Describes how the options of some rank differ from the first rank's; as_dict() gives the options."""
     first, rank = options[0], next(rank for rank, given in enumerate(options) if given != options[0])
     theirs = dict(flatten(options[rank]))
     listed = [

@@ -315,7 +315,7 @@ def fit(trainer: Trainer) -> dict[str, float]:
 
 
 def continuation(trainer: Trainer) -> str:
-    """Says where a run continues, and whether it has a step left."""
+    """Describes where a run continues, and whether it has a step left."""
     told = f"continuing after step {trainer.step_index} from {trainer.run.checkpoint or 'memory'}"
     max_steps = trainer.config.max_steps
     return told if trainer.step_index < max_steps else f"{told}: --max_steps {max_steps} leaves no step to do"

@@ -102,7 +102,7 @@ def _goes_on(run: StoppableRun, watch: SignalWatch) -> bool:
 
 
 def _leave_step(run: StoppableTraining, error: BaseException) -> None:
-    """Drops what a failed step has computed, since a notebook may go on, or tells that another rank has failed.
+    """Drops the results of a failed step, since a notebook may continue, or reports that another rank has failed.
 
     That is told while signals are still handled: torchrun ends this rank once the failed one is gone.
     """

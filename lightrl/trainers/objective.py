@@ -377,7 +377,7 @@ def _signal_share(scored: ScoredSamples, comm: Comm) -> float:
 
 
 def components_of(experience: Sequence[Experience]) -> dict[str, Component]:
-    """Returns what each reward gave to the samples, and the shaping of their rewards as one more."""
+    """Returns the values of each reward for the samples, and the shaping of their rewards as one more."""
     if any(not item.sample.components for item in experience):
         raise ValueError(
             "There are samples without the values of their single rewards, which the advantage needs. Take them from "

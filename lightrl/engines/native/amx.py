@@ -80,7 +80,7 @@ class TileWeight(PackedWeight):
         )
 
     def _content(self, weight: Tensor) -> Tensor | None:
-        """Returns what the product reads; None if tiles do not fit the weight."""
+        """Returns the tensor that the product reads; None if tiles do not fit the weight."""
         if not self._is_current:
             self._packed, self._is_current = as_tiles(weight), True
         return self._packed

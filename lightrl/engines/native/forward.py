@@ -83,7 +83,7 @@ class ModelRunner:
         self._fused, self._verified = make(self._fused), None
 
     def refresh(self) -> None:
-        """Updates what is derived from the weights; call it after they changed."""
+        """Recomputes the tensors derived from the weights; call it after they changed."""
         if self._fused is not None:
             self._fused.refresh()
 
@@ -244,7 +244,7 @@ class FusedForward:
         self._windows = {layer.window for layer in self.layers}
 
     def refresh(self) -> None:
-        """Updates what is derived from the parameters."""
+        """Recomputes the tensors derived from the parameters."""
         for part in self.parts():
             part.refresh()
 

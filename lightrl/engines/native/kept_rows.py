@@ -44,7 +44,7 @@ class KeptRow:
         return self._content is None
 
     def take(self) -> Any:
-        """Returns the content and drops it from this object, whoever else still holds the object."""
+        """Returns the content and empties this object, even if others still hold it."""
         content, self._content = self._content, None
         return content
 

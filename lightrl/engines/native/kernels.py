@@ -58,7 +58,7 @@ class KernelForward:
         self._rms_norm, self._gated, self._attend, self._draw = (getattr(library, name) for name in _ARGUMENTS)
 
     def refresh(self) -> None:
-        """Updates what is derived from the weights."""
+        """Recomputes the tensors derived from the weights."""
         self._forward.refresh()
 
     def prefill(self, ids: Tensor, last: Tensor, cache: RowCache) -> Tensor:
@@ -82,7 +82,7 @@ class KernelForward:
         return forward.score(normed)
 
     def draw(self, logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> tuple[Tensor, Tensor]:
-        """Returns what sampler.sample() does, up to rounding; settings other than the plain ones are left to it."""
+        """Returns the result of sampler.sample(), up to rounding, and calls it for any settings but the plain ones."""
         weight = self._forward.body.embed_tokens.weight
         if plan is not PLAIN or logits.dtype != weight.dtype or not logits.is_contiguous():
             return sample(logits, uniforms, plan)

@@ -87,7 +87,7 @@ class PackedHead:
         return F.linear(hidden, self._head.weight) if packed is None else packed
 
     def refresh(self) -> None:
-        """Drops what is derived from the weight; call it after the weight changed."""
+        """Drops the packed copy of the weight; call it after the weight changed."""
         self._packed.drop()
 
 

@@ -35,7 +35,7 @@ class RouterTape:
         self._kept.setdefault(index, []).append(router.experts(output))
 
     def clear(self) -> None:
-        """Forgets what was recorded."""
+        """Drops the recorded experts."""
         self._kept.clear()
 
     def take(self) -> _Experts | None:

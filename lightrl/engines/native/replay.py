@@ -66,7 +66,7 @@ class ReplayedForward:
         self._pool: Any = None  # memory that all graphs share, since only one of them runs at a time
 
     def refresh(self) -> None:
-        """Updates what is derived from the weights and drops the graphs, which would read the old memory."""
+        """Recomputes the tensors derived from the weights and drops the graphs, which would read the old memory."""
         self._drop()
         self._forward.refresh()
 

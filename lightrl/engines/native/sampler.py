@@ -87,7 +87,7 @@ def _sample_plainly(logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sample_rows(scores: Tensor, uniforms: Tensor, plan: SamplingPlan) -> tuple[Tensor, Tensor]:
-    """Samples rows of which some have settings of their own."""
+    """Samples rows, some of which have their own settings."""
     if plan.temperature is not None:
         scores = scores / plan.temperature
     if plan.filters is not None:

@@ -134,7 +134,7 @@ class AdaptedVLLMEngine(VLLMEngine):
     def _held(
         self, model: Any, given: Mapping[str, Mapping[str, Factors]]
     ) -> Iterator[tuple[str, Factors | None, Factors | None]]:
-        """Yields what this rank should hold of each adapter (None if unknown) and what it holds (None if nothing)."""
+        """Yields this rank's expected part of each adapter (None: unknown) and the part that it holds (None: none)."""
         with unwrapped(model):  # inside, the weights have their plain names
             placement = Placement(model, ServerRules(), tp_rank=self._group.rank, tp_size=self._group.size)
         is_whole = self._group.size == 1

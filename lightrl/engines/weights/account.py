@@ -282,13 +282,13 @@ class WeightProof:
 
 
 class RankAgreement:
-    """Reads what ranks send of their own, each the whole tensor, and reports where they differ.
+    """Reads the whole tensors that each rank sends by itself, and reports where ranks differ.
 
     A tensor is read when the engine is about to copy it, which then finds it in a cache.
     """
 
     def __init__(self, comm: Comm, expected: KnownWeights | None) -> None:
-        """Takes what is known of the trainer's parameters, of the same kind and in the same order on every rank."""
+        """Takes the known values of the trainer's parameters, of the same kind and in the same order on every rank."""
         self._order = [name for name, known in (expected or {}).items() if isinstance(known, Tensor)]
         self._comm = comm
         self._sums = Sums()

@@ -72,7 +72,7 @@ def _storage_of(tensor: Tensor) -> int:
 
 
 def _end(tensor: Tensor) -> int:
-    """Returns where a tensor ends in its storage, in bytes."""
+    """Returns the offset at which a tensor ends in its storage, in bytes."""
     last = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
     return int(tensor.storage_offset() + last + 1) * tensor.itemsize
 

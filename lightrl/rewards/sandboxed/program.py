@@ -26,7 +26,7 @@ def run_program(source: str) -> int:
 
 
 def _finish() -> None:
-    """Does what Python would do at the end of a program, because this process ends without it."""
+    """Runs the last steps of a Python program, because this process ends without them."""
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()

@@ -142,7 +142,7 @@ class _Captured:
         self._streams = sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
 
     def readouterr(self) -> _Output:
-        """Returns what was printed since the last call."""
+        """Returns the text printed since the last call."""
         printed = _Output(*(stream.getvalue() for stream in self._streams))
         for stream in self._streams:
             stream.seek(0)

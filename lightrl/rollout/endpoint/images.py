@@ -123,7 +123,7 @@ def in_words(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def identity(ids: tuple[int, ...]) -> tuple[int | str, ...]:
-    """Returns what distinguishes a prompt from others: its tokens, and a digest of each of its images."""
+    """Returns a key that identifies a prompt: its tokens, and a digest of each of its images."""
     return (*ids, *(_digest(image.content) for image in images_of(ids)))
 
 

@@ -173,7 +173,7 @@ class Sharding:
         return part[rows * self.shard : rows * (self.shard + 1)]
 
     def offsets(self, whole: torch.Size) -> list[int]:
-        """Returns where this rank's shard begins in each dimension of the whole tensor."""
+        """Returns the index at which this rank's shard begins in each dimension of the whole tensor."""
         part = self.shape_of_part(whole)
         starts = [0] * len(whole)
         starts[self.part_dim] = self.part * part[self.part_dim]

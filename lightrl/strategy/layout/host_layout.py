@@ -33,7 +33,7 @@ class HostLayout(DTensorLayout):
 
     @contextmanager
     def writing_to(self, places: Mapping[str, Tensor]) -> Iterator[CommonMemory]:
-        """Gathers into these places in the body of the context, at the start of which no rank may still read them."""
+        """Gathers into these places in the body of the context; when it begins, no rank may still read them."""
         self.memory = CommonMemory(places)
         try:
             yield self.memory

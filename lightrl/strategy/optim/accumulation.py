@@ -50,7 +50,7 @@ class AccumulationByCalls(UpdateHook):
         self._num_calls, self._share, self._is_finite = 0, 1.0, True
 
     def read_tensors(self, read: Callable[[str], SavedTensors], state: dict[str, Any]) -> None:
-        """Starts counting anew, since other weights were loaded and the gradients dropped."""
+        """Restarts the count, because other weights were loaded and the gradients dropped."""
         self._num_calls, self._is_finite = 0, True
 
 

@@ -53,7 +53,7 @@ class SavedTrainer(Protocol):
 
 
 class SaveRequest(NamedTuple):
-    """Says where a checkpoint goes, what it holds besides the model, and how many checkpoints are kept."""
+    """A request to save: where the checkpoint goes, what it holds besides the model, how many are kept."""
 
     root: Path
     tag: str | None = None  # name of its folder; None names the checkpoint by the step
@@ -191,7 +191,7 @@ class TrainingStateSaver:
         return path, self._read(path, model, wanted)  # last, so that its random state is the one that remains
 
     def _read(self, path: Path, model: nn.Module, wanted: Wanted) -> Any:
-        """Reads what _write wrote; returns the client_state."""
+        """Reads the files that _write() wrote; returns the client_state."""
         trainer = self._trainer
         state = load_object(path / "state.pt")
         must_train = not wanted.only_weights and (wanted.optimizer or wanted.schedule)
@@ -292,7 +292,7 @@ def _schedule_state(trained: TrainedModel) -> dict[str, Any]:
 
 
 def _state_without_functions(scheduler: Any) -> Any:
-    """Returns what a checkpoint keeps of any other schedule, or of none; functions come from the new run."""
+    """Returns the saved state of any other schedule, or of none; functions come from the new run."""
     if scheduler is None:
         return None
     state = {key: value for key, value in scheduler.state_dict().items() if not callable(value)}

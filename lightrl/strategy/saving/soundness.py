@@ -12,7 +12,7 @@ from lightrl.strategy.saving.state_files import block_checksums
 
 
 def find_damage(checkpoint: Path, rank: int = 0, world: int = 1) -> str:
-    """Returns what is wrong in this rank's share of the files; empty if nothing is.
+    """Describes the damage in this rank's share of the files; empty if there is none.
 
     A checkpoint of an earlier version may lack checksums; then only its files' sizes were compared, when it was listed.
     """

@@ -173,7 +173,7 @@ def hash_text(parts: Iterable[tuple[str, int]]) -> str:
 
 
 def write_folder_hash(folder: Path, in_memory: Mapping[str, Tensor | None] | None = None) -> None:
-    """Writes weights.sha256 beside a folder's safetensors files, of which it reads what is not in memory."""
+    """Writes weights.sha256 beside a folder's safetensors files; reads the tensors that are not in memory."""
     save_bytes(folder / HASH_FILE, _hash_of(_folder_rows(folder, in_memory or {})).encode())
     with suppress(OSError):  # some file systems have no modes; safetensors gives its files 0600, whatever the umask
         for path in folder.glob("*.safetensors"):
@@ -192,7 +192,7 @@ def _noted_parts(folder: Path) -> Iterator[tuple[str, int]]:
 
 
 def recompute(folder: Path) -> str:
-    """Computes what weights.sha256 should hold from the files of a folder or a checkpoint."""
+    """Computes the content of weights.sha256 from the files of a folder or a checkpoint."""
     rows = _state_rows(folder) if any(folder.glob("model-rank*.json")) else _folder_rows(folder, {})
     return _hash_of(rows)
 

@@ -12,7 +12,7 @@ _LENGTH = 21  # of the id of an experiment, which older versions demand
 
 
 class SwanLabLogger:
-    """Logs to an experiment of SwanLab; with the service, a continued run goes on in the same one."""
+    """Logs to an experiment of SwanLab; with the service, a resumed run continues the same one."""
 
     def __init__(self, run: LoggedRun) -> None:
         self._swanlab = import_extra("swanlab", extra="swanlab", needed_by="--log.to swanlab")

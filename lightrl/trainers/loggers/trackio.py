@@ -10,7 +10,7 @@ from lightrl.trainers.loggers.attach import PROJECT, LoggedRun
 
 
 class TrackioLogger:
-    """Logs to a run of trackio; a continued run goes on in the same one."""
+    """Logs to a run of trackio; a resumed run continues the same one."""
 
     def __init__(self, run: LoggedRun) -> None:
         trackio = import_extra("trackio", extra="trackio", needed_by="--log.to trackio")

@@ -12,7 +12,7 @@ _AXIS = "step"  # the x-axis of all charts
 
 
 class WandbLogger:
-    """Logs to a run of W&B; a continued run goes on in the same one."""
+    """Logs to a run of W&B; a resumed run continues the same one."""
 
     def __init__(self, run: LoggedRun) -> None:
         wandb = import_extra("wandb", extra="wandb", needed_by="--log.to wandb")
