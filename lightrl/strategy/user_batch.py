@@ -37,11 +37,11 @@ from lightrl.strategy.results import Batches, LossFn, TrainBatchResult, WeightFn
 __all__ = ["Logits", "UserBatch", "gather_logprobs", "gather_logprobs_entropy", "next_token"]
 
 
-Trainer = Any  # a StrategyBase, which imports this module
+Strategy = Any  # a StrategyBase, which imports this module
 
 
 def train_on_dict(
-    strategy: Trainer, data: Mapping[str, Any], loss_fn: LossFn, weight_fn: WeightFn, model: nn.Module | None
+    strategy: Strategy, data: Mapping[str, Any], loss_fn: LossFn, weight_fn: WeightFn, model: nn.Module | None
 ) -> TrainBatchResult:
     """Takes one optimizer step; loss_fn(logits, packed data) is a mean over weight_fn(packed data) tokens."""
     trained = strategy.trained.entry(model).model
@@ -51,7 +51,7 @@ def train_on_dict(
         return result
 
 
-def evaluate(strategy: Trainer, data: Batches, loss_fn: LossFn, weight_fn: WeightFn, model: nn.Module | None) -> float:
+def evaluate(strategy: Strategy, data: Batches, loss_fn: LossFn, weight_fn: WeightFn, model: nn.Module | None) -> float:
     """Returns the loss that train_batch() would report, without training."""
     if isinstance(data, Mapping):
         return _evaluate_on_dict(strategy, data, loss_fn, weight_fn, model)
@@ -64,7 +64,7 @@ def evaluate(strategy: Trainer, data: Batches, loss_fn: LossFn, weight_fn: Weigh
 
 
 def _evaluate_on_dict(
-    strategy: Trainer, data: Mapping[str, Any], loss_fn: LossFn, weight_fn: WeightFn, model: nn.Module | None
+    strategy: Strategy, data: Mapping[str, Any], loss_fn: LossFn, weight_fn: WeightFn, model: nn.Module | None
 ) -> float:
     chosen = model if model is not None else strategy.trained.entry(None).model
     packs = _micro_batches(strategy, data, over_ranks=True)
@@ -72,7 +72,7 @@ def _evaluate_on_dict(
         return evaluate(strategy, packs, _as_it_is, _weight(weight_fn), chosen)
 
 
-def token_logprobs(strategy: Trainer, data: Mapping[str, Any], model: nn.Module | None) -> Tensor:
+def token_logprobs(strategy: Strategy, data: Mapping[str, Any], model: nn.Module | None) -> Tensor:
     """Returns the log-probability of every token, in the shape of input_ids; 0 for first tokens and padding."""
     chosen = model if model is not None else strategy.trained.entry(None).model
     packs = _micro_batches(strategy, data, over_ranks=False)
@@ -95,7 +95,7 @@ def token_logprobs(strategy: Trainer, data: Mapping[str, Any], model: nn.Module 
 # ---- Micro-batches -----------------------------------------------------------------------------------------------
 
 
-def _micro_batches(strategy: Trainer, data: Mapping[str, Any], *, over_ranks: bool) -> list[TokenPack]:
+def _micro_batches(strategy: Strategy, data: Mapping[str, Any], *, over_ranks: bool) -> list[TokenPack]:
     """Returns this rank's micro-batches; every rank gets the same number."""
     comm = strategy.comm
     batch = data if isinstance(data, UserBatch) else UserBatch(data)
@@ -151,7 +151,7 @@ def _balanced(comm: Comm, rows: list[TokenRow]) -> list[TokenRow]:
     return comm.exchange(outgoing)
 
 
-def _limits(strategy: Trainer, batch: UserBatch) -> dict[str, Any]:
+def _limits(strategy: Strategy, batch: UserBatch) -> dict[str, Any]:
     if batch.max_tokens is not None or batch.max_sequences is not None:
         return {"max_tokens": batch.max_tokens, "max_samples": batch.max_sequences}
     tokens = getattr(strategy.options, "max_tokens_per_microbatch", None)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightrl.comm import Comm, RankError
 from lightrl.rank_board import RankBoard
 from lightrl.strategy.optim.hooks import UpdateHook
-from lightrl.strategy.saving.saver import SavedTrainer, TrainingStateSaver
+from lightrl.strategy.saving.saver import SavedStrategy, TrainingStateSaver
 from lightrl.strategy.saving.state_files import DeferredWriter, StateWriter
 
 _numbers = itertools.count()  # of the saves of a program, the same on all ranks
@@ -110,20 +110,20 @@ class BackgroundSaver(TrainingStateSaver):
 
     make_writer = DeferredWriter
 
-    def __init__(self, trainer: SavedTrainer) -> None:
-        super().__init__(trainer)
+    def __init__(self, strategy: SavedStrategy) -> None:
+        super().__init__(strategy)
         self.pending: BackgroundSave | None = None  # the save in progress; None on all ranks or on none
-        trainer.trained.hooks = [hook for hook in trainer.trained.hooks if not isinstance(hook, _Polling)]
-        trainer.trained.hooks.append(_Polling(self))
+        strategy.trained.hooks = [hook for hook in strategy.trained.hooks if not isinstance(hook, _Polling)]
+        strategy.trained.hooks.append(_Polling(self))
 
     def _complete(self, writers: Sequence[StateWriter], commit: Callable[[], None]) -> None:
         jobs = [job for writer in writers if isinstance(writer, DeferredWriter) for job in writer.jobs]
-        self.pending = BackgroundSave(jobs, commit, self._trainer.comm.board)
+        self.pending = BackgroundSave(jobs, commit, self._strategy.comm.board)
         atexit.register(self._finish_at_exit)  # before the process group is destroyed, which was made earlier
 
     def poll(self) -> None:
         """Completes a save in the background if all ranks have written; raises one rank's error on all ranks."""
-        if self.pending is not None and self._trainer.comm.agree(self.pending.is_written):
+        if self.pending is not None and self._strategy.comm.agree(self.pending.is_written):
             self.finish()
 
     def finish(self) -> None:
@@ -131,7 +131,7 @@ class BackgroundSaver(TrainingStateSaver):
         if self.pending is not None:
             saving, self.pending = self.pending, None
             atexit.unregister(self._finish_at_exit)
-            saving.finish(self._trainer.comm)
+            saving.finish(self._strategy.comm)
 
     def _finish_at_exit(self) -> None:
         """Completes the last save of a program that does not close its strategy, unless an error ended it."""
@@ -141,7 +141,7 @@ class BackgroundSaver(TrainingStateSaver):
             self.pending.wait()  # a thread that is within torch when the interpreter is torn down aborts the process
         else:
             saving, self.pending = self.pending, None
-            saving.finish_at_exit(self._trainer.comm)
+            saving.finish_at_exit(self._strategy.comm)
 
 
 class _Polling(UpdateHook):

@@ -34,8 +34,8 @@ _PLAIN = (dict, list, tuple, str, int, float, bool, type(None))
 _MOVED = ("lr", "initial_lr", "betas", "momentum", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
 
 
-class SavedTrainer(Protocol):
-    """The parts of a trainer that the saver needs to write its state; a strategy is one."""
+class SavedStrategy(Protocol):
+    """The members of a strategy that the saver needs to write its state."""
 
     global_step: int
     num_generations: int  # counts the calls that drew without a seed
@@ -81,8 +81,8 @@ class TrainingStateSaver:
 
     make_writer: type[StateWriter] = StateWriter
 
-    def __init__(self, trainer: SavedTrainer) -> None:
-        self._trainer = trainer
+    def __init__(self, strategy: SavedStrategy) -> None:
+        self._strategy = strategy
 
     # ---- Saving ------------------------------------------------------------------------------------------------
 
@@ -97,7 +97,7 @@ class TrainingStateSaver:
         client_state = dict(request.client_state or {})
         for item in models.values():
             self._trained(item)
-        comm, step = self._trainer.comm, self._trainer.global_step
+        comm, step = self._strategy.comm, self._strategy.global_step
         with comm.phase("checkpoint", local=True):
             if not _is_plain(client_state):
                 _check_loadable(client_state, "client_state[{!r}]")
@@ -122,8 +122,8 @@ class TrainingStateSaver:
 
     def _complete(self, writers: Sequence[StateWriter], commit: Callable[[], None]) -> None:
         """Turns the written files into a checkpoint, on rank 0."""
-        with self._trainer.comm.phase("checkpoint", local=True):
-            if self._trainer.comm.is_main:
+        with self._strategy.comm.phase("checkpoint", local=True):
+            if self._strategy.comm.is_main:
                 commit()
 
     def finish(self) -> None:
@@ -131,20 +131,20 @@ class TrainingStateSaver:
 
     def _write(self, folder: Path, model: nn.Module, client_state: dict[str, Any]) -> StateWriter:
         """Writes everything that one model needs to continue; returns the writer, which may have jobs left."""
-        trainer, comm, trained = self._trainer, self._trainer.comm, self._trained(model)
+        strategy, comm, trained = self._strategy, self._strategy.comm, self._trained(model)
         owner = model if trained is None else trained.model
-        trainer.after_forward_only(owner)
-        trainer.trained.require_on_device(owner, *([] if trained is None else [trained.optimizer]))
+        strategy.after_forward_only(owner)
+        strategy.trained.require_on_device(owner, *([] if trained is None else [trained.optimizer]))
         writer = self.make_writer(folder, comm)
-        writer.add_tensors("model", trainer.layout.pieces(self._saved_tensors(model)))
-        state: dict[str, Any] = {"global_step": trainer.global_step, "client_state": client_state}
-        state["num_generations"] = comm.max_int(trainer.num_generations)  # a rank may have sampled on its own
+        writer.add_tensors("model", strategy.layout.pieces(self._saved_tensors(model)))
+        state: dict[str, Any] = {"global_step": strategy.global_step, "client_state": client_state}
+        state["num_generations"] = comm.max_int(strategy.num_generations)  # a rank may have sampled on its own
         if trained is not None:
-            for hook in trainer.trained.hooks_of(trained.optimizer):
-                hook.write_tensors(lambda kind, named: writer.add_tensors(kind, trainer.layout.pieces(named)))
+            for hook in strategy.trained.hooks_of(trained.optimizer):
+                hook.write_tensors(lambda kind, named: writer.add_tensors(kind, strategy.layout.pieces(named)))
                 state |= hook.state(trained.optimizer)
-            states = trainer.layout.optimizer_states(owner, trained.optimizer)
-            writer.add_tensors("optimizer", trainer.layout.pieces(states))
+            states = strategy.layout.optimizer_states(owner, trained.optimizer)
+            writer.add_tensors("optimizer", strategy.layout.pieces(states))
             state["has_optimizer"] = True
             state |= _schedule_state(trained)
         writer.add_object(f"rng-rank{comm.rank:05d}-of-{comm.world:05d}.pt", _random_state())
@@ -154,13 +154,13 @@ class TrainingStateSaver:
 
     def _trained(self, model: nn.Module, *, must_train: bool = True) -> TrainedModel | None:
         """Returns the entry that trains this model; raises ValueError if a checkpoint would leave out a part of it."""
-        entries = [*self._trainer.trained.entries, *self._trainer.trained.seen]
+        entries = [*self._strategy.trained.entries, *self._strategy.trained.seen]
         known = [entry for entry in entries if entry.model is model]
         return known[0] if len(known) == 1 else owner_of(model, entries, must_train=must_train)
 
     def _saved_tensors(self, model: nn.Module) -> list[tuple[str, Tensor]]:
         """Returns every parameter once and the persistent buffers; with adapters, only these and what is trained."""
-        detached, is_adapted = self._trainer.layout.detached, has_adapters(model)
+        detached, is_adapted = self._strategy.layout.detached, has_adapters(model)
         named = trained_parameters(model) if is_adapted else sorted(model.named_parameters())
         saved = [(name, detached(parameter)) for name, parameter in named]
         return saved if is_adapted else [*saved, *persistent_buffers(model)]
@@ -178,7 +178,7 @@ class TrainingStateSaver:
     ) -> tuple[Path | None, Any]:
         """Returns (path, client_state); (None, None) if there is no complete checkpoint and no tag was given."""
         self.finish()
-        comm = self._trainer.comm
+        comm = self._strategy.comm
         with comm.phase("checkpoint", local=True):  # rank 0 chooses, so that all ranks load the same checkpoint
             chosen = resolve_checkpoint(load_dir, tag) if comm.is_main else None
         path = comm.broadcast_object(chosen)
@@ -192,14 +192,14 @@ class TrainingStateSaver:
 
     def _read(self, path: Path, model: nn.Module, wanted: Wanted) -> Any:
         """Reads the files that _write() wrote; returns the client_state."""
-        trainer = self._trainer
+        strategy = self._strategy
         state = load_object(path / "state.pt")
         must_train = not wanted.only_weights and (wanted.optimizer or wanted.schedule)
         trained = self._trained(model, must_train=must_train)
         owner = model if trained is None else trained.model
-        hooks = trainer.trained.hooks_of(trained.optimizer) if trained is not None else ()
+        hooks = strategy.trained.hooks_of(trained.optimizer) if trained is not None else ()
         if trained is not None and any(hook.tensors() for hook in hooks):
-            trainer.trained.require_on_device(trained.optimizer)
+            strategy.trained.require_on_device(trained.optimizer)
         self._read_model(path, model, owner, strict=wanted.strict)
         for hook in hooks:
             hook.read_tensors(partial(TensorReader, path), {} if wanted.only_weights else state)
@@ -209,18 +209,18 @@ class TrainingStateSaver:
             self._read_optimizer(path, trained, state, strict=wanted.strict)
         if wanted.schedule and trained is not None:
             _restore_schedule(trained, state, path)
-        trainer.global_step = state["global_step"]
-        trainer.num_generations = state.get("num_generations", 0)
-        random_states = path / f"rng-rank{trainer.comm.rank:05d}-of-{trainer.comm.world:05d}.pt"
+        strategy.global_step = state["global_step"]
+        strategy.num_generations = state.get("num_generations", 0)
+        random_states = path / f"rng-rank{strategy.comm.rank:05d}-of-{strategy.comm.world:05d}.pt"
         if random_states.exists():  # at another world size, the ranks' streams differ anyway
             _set_random_state(load_object(random_states))
         return state["client_state"]
 
     def _read_model(self, path: Path, model: nn.Module, owner: nn.Module, *, strict: bool) -> None:
-        trainer, layout = self._trainer, self._trainer.layout
+        strategy, layout = self._strategy, self._strategy.layout
         reader = TensorReader(path, "model")
-        trainer.trained.require_on_device(owner)
-        trainer.after_forward_only(owner)
+        strategy.trained.require_on_device(owner)
+        strategy.after_forward_only(owner)
         named = dict(self._saved_tensors(model))
         missing, unknown = sorted(set(named) - reader.names), sorted(reader.names - set(named))
         if strict and (missing or unknown):
@@ -244,11 +244,11 @@ class TrainingStateSaver:
                 f"{path} holds optimizer states of parameters that the model lacks: {', '.join(sorted(unknown)[:5])}. "
                 "Give the modules that were prepared and saved, or pass load_optimizer_states=False."
             )
-        self._trainer.trained.require_on_device(optimizer)
+        self._strategy.trained.require_on_device(optimizer)
         optimizer.state.clear()
-        for hook in self._trainer.trained.hooks_of(optimizer):
+        for hook in self._strategy.trained.hooks_of(optimizer):
             hook.restore(optimizer, state)
-        self._trainer.layout.load_optimizer_states(model, optimizer, reader)
+        self._strategy.layout.load_optimizer_states(model, optimizer, reader)
 
 
 def _is_plain(value: Any) -> bool:

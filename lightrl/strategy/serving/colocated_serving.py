@@ -49,8 +49,8 @@ class WeightSource(Protocol):
     def weight_fingerprints(self, model: nn.Module, dtype: torch.dtype | None) -> KnownWeights | None: ...
 
 
-class ServedTrainer(WeightSource, Protocol):
-    """The parts of a trainer that serving its model needs; a strategy is one."""
+class ServedStrategy(WeightSource, Protocol):
+    """The members of a strategy that serving its model needs."""
 
     @property
     def global_step(self) -> int: ...
@@ -70,15 +70,15 @@ class ColocatedServing:
 
     _newest = 0  # version of the newest weights, whether they have arrived or not
 
-    def __init__(self, trainer: ServedTrainer, options: StrategyOptions) -> None:
+    def __init__(self, strategy: ServedStrategy, options: StrategyOptions) -> None:
         self.group = EngineGroup()  # the ranks that drive one engine; set when the strategy has joined the world
         self.engine: ColocatedEngine | None = None
         self.last_sync: SyncReport | None = None
         self.num_syncs = 0
-        self.canary = Canary(trainer)
+        self.canary = Canary(strategy)
         self.factories: dict[str, Factory] = {}  # replacements of engines, by name
-        self.source: WeightSource = trainer  # yields the weights of a sync and their fingerprints
-        self._trainer = trainer
+        self.source: WeightSource = strategy  # yields the weights of a sync and their fingerprints
+        self._strategy = strategy
         self._options = options
         self._model: nn.Module | None = None  # the model whose weights the engine has
         self._is_kept_awake = False
@@ -88,7 +88,7 @@ class ColocatedServing:
     ) -> InferenceEngine:
         """Builds the engine, replacing an earlier one, and gives it the model's weights if there is a model."""
         check_engine_name(engine_type)
-        source = self._trainer.unwrap_model(model) if model is not None else None
+        source = self._strategy.unwrap_model(model) if model is not None else None
         self.close()
         make = create_recording_engine if options.routing.replay else create_engine
         parts = {"source": source, "tokenizer": tokenizer, "options": options, "group": self.group}
@@ -177,7 +177,7 @@ class ColocatedServing:
         engine, comm = self.require_engine(), self.group.comm
         dtype = torch.bfloat16 if self._options.dtype == "bfloat16" else torch.float32
         expected = self.fingerprints(model, dtype)
-        version = self._trainer.global_step or (self._count(self.last_sync.version, is_new) if self.last_sync else 0)
+        version = self._strategy.global_step or (self._count(self.last_sync.version, is_new) if self.last_sync else 0)
         update = engine.update_weights if comm.world == 1 else self._update_alike
         with comm.phase("weight sync", late=WeightSyncError):  # raised only after all pairs were consumed
             report = update(self.source.full_parameters(model, dtype), version, expected=expected)
@@ -232,8 +232,8 @@ class ColocatedServing:
 class OffloadingServing(ColocatedServing):
     """Serving with the trainer in host memory while the engine is awake (--offload_while_generating)."""
 
-    def __init__(self, trainer: ServedTrainer, options: StrategyOptions, residency: Residency) -> None:
-        super().__init__(trainer, options)
+    def __init__(self, strategy: ServedStrategy, options: StrategyOptions, residency: Residency) -> None:
+        super().__init__(strategy, options)
         self._residency = residency
 
     def wake(self) -> None:
@@ -267,8 +267,8 @@ class Canary:
     another layout, another temperature, another position of an image. Its prompts are those of the last rollout.
     """
 
-    def __init__(self, trainer: ServedTrainer) -> None:
-        self._trainer = trainer
+    def __init__(self, strategy: ServedStrategy) -> None:
+        self._strategy = strategy
         self._prompts: list[EnginePrompt] = []
 
     def keep(self, prompts: Sequence[EnginePrompt]) -> None:
@@ -284,7 +284,7 @@ class Canary:
             with engine.set_aside():
                 completions = engine.generate(prompts, [_params(engine.engine, prompt) for prompt in prompts])
             scored = [(prompts[i % len(prompts)], completions[i % len(prompts)]) for i in range(_NUM_PROMPTS)]
-            encoded = None if self._trainer.media is None else _encoded(self._trainer.media, scored)
+            encoded = None if self._strategy.media is None else _encoded(self._strategy.media, scored)
         ours = self._logprobs(model, [completion for _, completion in scored], encoded, comm.device)
         largest = float(comm.all_reduce(_difference(ours, completions, dtype), "max"))
         if largest > _ALLOWED[dtype]:
@@ -293,7 +293,7 @@ class Canary:
 
     def _usable(self, model: nn.Module) -> list[EnginePrompt]:
         """Returns the prompts that the trainer can score; those with images or videos need a processor."""
-        can_score_media = isinstance(model, Policy) and self._trainer.media is not None
+        can_score_media = isinstance(model, Policy) and self._strategy.media is not None
         return [item for item in self._prompts if can_score_media or not (item.images or item.videos)]
 
     def _logprobs(
@@ -303,12 +303,12 @@ class Canary:
         if not isinstance(model, Policy):
             return self._logprobs_of_causal_lm(model, items, device)
         pairs = [(item.prompt_token_ids, item.output_token_ids) for item in items]
-        (scores,) = self._trainer.forward([response_batch(pairs, encoded=encoded).to(device)], model=model)
+        (scores,) = self._strategy.forward([response_batch(pairs, encoded=encoded).to(device)], model=model)
         return list(scores.logprobs.float().split([len(response) for _, response in pairs]))
 
     def _logprobs_of_causal_lm(self, model: nn.Module, items: list[Completion], device: torch.device) -> list[Tensor]:
         results = [_scores_of_causal_lm(model, item.prompt_token_ids, item.output_token_ids, device) for item in items]
-        self._trainer.after_forward_only(model)
+        self._strategy.after_forward_only(model)
         return results
 
 

@@ -15,7 +15,7 @@ from lightrl.engines.weights.account import raise_problems
 from lightrl.engines.weights.fingerprint import Fingerprint, KnownWeight, KnownWeights, Placed
 from lightrl.engines.weights.host_memory import is_mapped, move_together
 from lightrl.strategy.layout.host_layout import CommonMemory, HostLayout
-from lightrl.strategy.serving.colocated_serving import ColocatedServing, ServedTrainer
+from lightrl.strategy.serving.colocated_serving import ColocatedServing, ServedStrategy
 
 
 class HostServing(ColocatedServing):
@@ -24,8 +24,8 @@ class HostServing(ColocatedServing):
     On several hosts, and for engines that cannot place their weights, it does what ColocatedServing does.
     """
 
-    def __init__(self, trainer: ServedTrainer, options: StrategyOptions, layout: Callable[[], HostLayout]) -> None:
-        super().__init__(trainer, options)
+    def __init__(self, strategy: ServedStrategy, options: StrategyOptions, layout: Callable[[], HostLayout]) -> None:
+        super().__init__(strategy, options)
         self._layout = layout
         self._together: InferenceEngine | None = None  # an engine whose weights were moved into common memory
         self._apart: InferenceEngine | None = None  # an engine whose weights cannot lie there

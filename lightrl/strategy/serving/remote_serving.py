@@ -14,15 +14,15 @@ from lightrl.engines.colocated import ColocatedEngine
 from lightrl.engines.link import Link, LinkEngine
 from lightrl.engines.weights.fingerprint import KnownWeights
 from lightrl.models.policy import stated_context
-from lightrl.strategy.serving.colocated_serving import ColocatedServing, ServedTrainer
+from lightrl.strategy.serving.colocated_serving import ColocatedServing, ServedStrategy
 
 
 class RemoteServing(ColocatedServing):
     """Keeps the trainer's weights in the engines of the rollout ranks."""
 
-    def __init__(self, trainer: ServedTrainer, options: StrategyOptions, connect: Callable[[], Link | None]) -> None:
+    def __init__(self, strategy: ServedStrategy, options: StrategyOptions, connect: Callable[[], Link | None]) -> None:
         """Takes `connect`, which makes this rank's end of the link once models exist; None except on the first rank."""
-        super().__init__(trainer, options)
+        super().__init__(strategy, options)
         self.link: Link | None = None
         self._connect = connect
 
@@ -35,7 +35,7 @@ class RemoteServing(ColocatedServing):
             raise ValueError("A link to rollout ranks needs the model whose weights it sends.")
         self.close()
         self.link = self._connect()
-        source: Any = self._trainer.unwrap_model(model)
+        source: Any = self._strategy.unwrap_model(model)
         text_config = source.config.get_text_config()
         engine = LinkEngine(
             self.link,

@@ -18,8 +18,8 @@ from lightrl.strategy.layout.plain import PlainLayout
 from lightrl.strategy.optim.optimizers import MAIN_COPIES, TrainedModels, refuse_offloaded
 
 
-class OffloadedTrainer(Protocol):
-    """The parts of a trainer that residency needs to move its models; a strategy is one."""
+class OffloadedStrategy(Protocol):
+    """The members of a strategy that residency needs to move its models."""
 
     @property
     def device(self) -> torch.device: ...
@@ -36,12 +36,12 @@ class OffloadedTrainer(Protocol):
 class ModelResidency:
     """One model's parameters, gradients, optimizer states and average, each on the device or in host memory."""
 
-    def __init__(self, model: nn.Module | None, optimizer: Optimizer | None, trainer: OffloadedTrainer) -> None:
+    def __init__(self, model: nn.Module | None, optimizer: Optimizer | None, strategy: OffloadedStrategy) -> None:
         """Creates the residency of a model, of a model with its optimizer, or only of an optimizer's states."""
         self.model = model
         self.optimizer = optimizer
-        self._trainer = trainer
-        self._offloaded = trainer.trained.offloaded  # the model while its weights are away; likewise the optimizer
+        self._strategy = strategy
+        self._offloaded = strategy.trained.offloaded  # the model while its weights are away; likewise the optimizer
         self._moved: dict[str, StorageOffloader] = {}
         self._guard: RemovableHandle | None = None
 
@@ -49,8 +49,8 @@ class ModelResidency:
         """Moves weights and buffers to host memory; returns the bytes freed, or 0 if they are there already."""
         if self.model is None:
             return 0
-        self._trainer.after_forward_only(self.model)
-        freed = self._offload("parameters", self._trainer.layout.parameter_tensors(self.model))
+        self._strategy.after_forward_only(self.model)
+        freed = self._offload("parameters", self._strategy.layout.parameter_tensors(self.model))
         if freed:
             self._offloaded.add(self.model)
             self._guard = self.model.register_forward_pre_hook(lambda module, _: refuse_offloaded(module), prepend=True)
@@ -69,7 +69,7 @@ class ModelResidency:
         """Moves the float32 copies of weights that compute in bfloat16 to host memory; returns the bytes freed."""
         if self.model is None or self.model in self._offloaded:  # they have left with the weights
             return 0
-        freed = self._offload(MAIN_COPIES, self._trainer.layout.main_copies(self.model))
+        freed = self._offload(MAIN_COPIES, self._strategy.layout.main_copies(self.model))
         if freed:
             self._offloaded.add((MAIN_COPIES, self.optimizer))
         return freed
@@ -83,7 +83,7 @@ class ModelResidency:
     def offload_gradients(self) -> int:
         """Moves the gradients to host memory; returns the bytes freed."""
         return (
-            0 if self.model is None else self._offload("gradients", self._trainer.layout.gradient_tensors(self.model))
+            0 if self.model is None else self._offload("gradients", self._strategy.layout.gradient_tensors(self.model))
         )
 
     def load_gradients(self, *, keep: bool) -> int:
@@ -93,15 +93,17 @@ class ModelResidency:
         num_bytes = self._restore("gradients")
         if keep:
             return num_bytes
-        self._trainer.layout.drop_gradients(self.model)
+        self._strategy.layout.drop_gradients(self.model)
         return 0
 
     def offload_optimizer(self) -> int:
         """Moves the optimizer's states and the average of the weights to host memory; returns the bytes freed."""
         if self.optimizer is None:
             return 0
-        states = self._trainer.layout.optimizer_tensors(self.model, self.optimizer)
-        kept_by_hooks = [tensor for hook in self._trainer.trained.hooks_of(self.optimizer) for tensor in hook.tensors()]
+        states = self._strategy.layout.optimizer_tensors(self.model, self.optimizer)
+        kept_by_hooks = [
+            tensor for hook in self._strategy.trained.hooks_of(self.optimizer) for tensor in hook.tensors()
+        ]
         freed = self._offload("optimizer states", [*states, *kept_by_hooks])
         if freed:
             self._offloaded.add(self.optimizer)
@@ -136,7 +138,7 @@ class ModelResidency:
     def _offload(self, part: str, tensors: list[Tensor]) -> int:
         """Offloads storages, except those that an option of the back end keeps in host memory anyway."""
         offloader = self._moved.setdefault(part, StorageOffloader())
-        device = self._trainer.device
+        device = self._strategy.device
         return offloader.offload(tensor for tensor in tensors if tensor.device.type == device.type)
 
     def _restore(self, part: str) -> int:
@@ -148,8 +150,8 @@ class ModelResidency:
 class Residency:
     """The residencies of all models of a strategy, and the calls that concern several of them."""
 
-    def __init__(self, trainer: OffloadedTrainer) -> None:
-        self._trainer = trainer
+    def __init__(self, strategy: OffloadedStrategy) -> None:
+        self._strategy = strategy
         self._entries: list[ModelResidency] = []
         self.offloaded_bytes = 0  # on this rank, when the trainer last left the device to the engine
 
@@ -160,7 +162,7 @@ class Residency:
                 entry.model = entry.model if model is None else model
                 entry.optimizer = entry.optimizer if optimizer is None else optimizer
                 return entry
-        self._entries.append(ModelResidency(model, optimizer, self._trainer))
+        self._entries.append(ModelResidency(model, optimizer, self._strategy))
         return self._entries[-1]
 
     def of_optimizer(self, optimizer: Optimizer) -> ModelResidency:
@@ -170,7 +172,7 @@ class Residency:
 
     def _models(self) -> list[ModelResidency]:
         """Returns the residencies of all models, including those prepared since the last call."""
-        for model, optimizer in self._trainer.trained.placed.items():
+        for model, optimizer in self._strategy.trained.placed.items():
             self.add(model, optimizer)
         return self._entries
 
