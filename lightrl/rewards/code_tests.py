@@ -206,13 +206,12 @@ def _lines(text: str) -> list[str]:
 def _tests_of(fields: Mapping[str, Any], field: str) -> list[str | Mapping[str, str]]:
     """Reads the prompt's tests; raises ValueError if all programs pass them or none does, which a reward would hide."""
     given = _parsed(inner_value(fields, field))
-    tests = [test for item in (given if isinstance(given, list | tuple) else [given]) for test in _checked(item)]
+    tests = [test for item in (given if isinstance(given, list | tuple) else [given]) for test in _tests_in(item)]
     if all(isinstance(test, str) and _flaw(test) for test in tests):
-        found = (
-            f" (statements {_flaw(str(tests[0]))}: {left_out(str(tests[0])) or repr(tests[0])[:60]})" if tests else ""
-        )
+        first = str(tests[0]) if tests else ""
+        flaw = f" (statements {_flaw(first)}: {left_out(first) or repr(first)[:60]})" if tests else ""
         raise ValueError(
-            f"the prompt has no tests in the field {field!r}{found}. Name the field that holds them by --reward_args "
+            f"the prompt has no tests in the field {field!r}{flaw}. Name the field that holds them by --reward_args "
             "code.field=NAME"
         )
     return tests
@@ -228,28 +227,32 @@ def _parsed(test: Any) -> Any:
     return test
 
 
-def _checked(test: Any) -> list[str | Mapping[str, str]]:
-    """Returns the tests that an item stands for.
+def _tests_in(item: Any) -> list[str | Mapping[str, str]]:
+    """Returns the tests that an item stands for; raises ValueError if it is no test."""
+    item = _parsed(item)
+    if item is None or isinstance(item, str):
+        return list(with_calls(item)) if item else []
+    if isinstance(item, Mapping) and (tests := _tests_of_pairs(item)) is not None:
+        return tests
+    raise ValueError(f'a test is {item!r:.200}: it must be a string, or {{"stdin": string, "stdout": string}}')
+
+
+def _tests_of_pairs(item: Mapping[str, Any]) -> list[Any] | None:
+    """Returns a test for each input and its output; None if some pair makes no test.
 
     APPS, TACO and CodeContests keep all inputs in one item, and all outputs; APPS and TACO some of these as lines.
     """
-    test = _parsed(test)
-    if test is None or isinstance(test, str):
-        return list(with_calls(test)) if test else []
-    if isinstance(test, Mapping):
-        given = _first(test, ("inputs", "stdin", "input"), ""), _first(test, ("outputs", "stdout", "output"))
-        inputs, outputs = given if all(isinstance(side, list) for side in given) else [[side] for side in given]
-        metadata = _parsed(test.get("metadata"))
-        name = test.get("fn_name") or (metadata.get("func_name") if isinstance(metadata, Mapping) else None)
-        found: list[Any] = []
-        if name and str(name).isidentifier():
-            found = [_call(name, arguments, wanted) for arguments, wanted in zip(inputs, outputs, strict=False)]
-        elif not name and test.get("testtype") != "functional":
-            pairs = zip(map(_joined, inputs), map(_joined, outputs), strict=False)
-            found = [{"stdin": stdin, "stdout": stdout} for stdin, stdout in pairs if _are_texts(stdin, stdout)]
-        if len(found) == len(inputs) == len(outputs) and all(found):
-            return found
-    raise ValueError(f'a test is {test!r:.200}: it must be a string, or {{"stdin": string, "stdout": string}}')
+    given = _first(item, ("inputs", "stdin", "input"), ""), _first(item, ("outputs", "stdout", "output"))
+    inputs, outputs = given if all(isinstance(side, list) for side in given) else [[side] for side in given]
+    metadata = _parsed(item.get("metadata"))
+    name = item.get("fn_name") or (metadata.get("func_name") if isinstance(metadata, Mapping) else None)
+    tests: list[Any] = []
+    if name and str(name).isidentifier():
+        tests = [_call(name, arguments, wanted) for arguments, wanted in zip(inputs, outputs, strict=False)]
+    elif not name and item.get("testtype") != "functional":
+        pairs = zip(map(_joined, inputs), map(_joined, outputs), strict=False)
+        tests = [{"stdin": stdin, "stdout": stdout} for stdin, stdout in pairs if _are_texts(stdin, stdout)]
+    return tests if len(tests) == len(inputs) == len(outputs) and all(tests) else None
 
 
 def _call(name: str, arguments: Any, wanted: Any) -> str:
