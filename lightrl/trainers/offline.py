@@ -167,11 +167,10 @@ def _keep_fitting(run: RunContext, examples: Sequence[Example], ends: set[int]) 
     longest_answer = 0
     for example in fitting:  # read once, since streamed examples are made anew each time
         longest = example if longest is None or example.num_tokens > longest.num_tokens else longest
-        longest_answer = max(longest_answer, *(answer.num_tokens for answer in example.answers))
         for answer in example.answers:
+            longest_answer = max(longest_answer, answer.num_tokens)
             trained = zip(answer.response_ids, answer.loss_mask, (*answer.loss_mask[1:], False), strict=True)
             ends.update(token for token, is_trained, goes_on in trained if is_trained and not goes_on)
-        for answer in example.answers:
             if max(token_ids := (*answer.prompt_ids, *answer.response_ids)) >= run.vocab_size:
                 raise unknown_tokens(token_ids, run.tokenizer, run.vocab_size, f"{example.where}: the example")
     run.longest_sequences.append(longest_answer)
