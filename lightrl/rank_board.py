@@ -83,12 +83,12 @@ class RankBoard:
         others = (rank for rank in range(self._world) if rank != self._rank)
         return {rank: text for rank in others if (text := self._posted("error", rank))}
 
-    def tell(self, what: str, text: str) -> None:
+    def post_result(self, what: str, text: str) -> None:
         """Posts how this rank's part of something has ended; any thread may call it."""
         self._post(f"lightrl/{what}/{self._rank}", text)
 
-    def told(self, what: str, limit_s: float) -> list[str | None]:
-        """Returns by rank what the ranks have told about something, once all have or the time is up (None)."""
+    def results(self, what: str, limit_s: float) -> list[str | None]:
+        """Returns the result that each rank has posted for something, once all have; after the time limit, None."""
         keys = [f"lightrl/{what}/{rank}" for rank in range(self._world)]
         deadline = time.monotonic() + limit_s
         while not all(map(self._has, keys)) and not self._is_lost and time.monotonic() < deadline:

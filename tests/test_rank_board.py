@@ -135,13 +135,13 @@ def test_ranks_tell_how_their_part_has_ended(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     store = DictStore()
     first, second = RankBoard(store, 0, 2), RankBoard(store, 1, 2)
-    first.tell("save/3", "written")
-    second.tell("save/2", "written")
-    assert first.told("save/3", limit_s=0.01) == ["written", None]
-    second.tell("save/3", "failed: full")
-    assert first.told("save/3", limit_s=60) == ["written", "failed: full"]
+    first.post_result("save/3", "written")
+    second.post_result("save/2", "written")
+    assert first.results("save/3", limit_s=0.01) == ["written", None]
+    second.post_result("save/3", "failed: full")
+    assert first.results("save/3", limit_s=60) == ["written", "failed: full"]
     store.is_gone = True
-    assert first.told("save/3", limit_s=60) == [None, None]
+    assert first.results("save/3", limit_s=60) == [None, None]
 
 
 def test_a_store_that_is_gone_hides_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from lightrl.plan.adapters import EngineAdapters, described_adapters
 from lightrl.plan.batches import Batches, batches_of, flops_of_step, passes_of
 from lightrl.plan.engine import Engine, engine_of
 from lightrl.plan.models import SCORER, Model, critic_of, policy_of, reward_model_of, scorer_of
-from lightrl.plan.shared_prompts import sharing_of, told, with_shared_prompts
+from lightrl.plan.shared_prompts import describe_sharing, sharing_of, with_shared_prompts
 from lightrl.plan.spread import Kept, kept_of, num_trainers, strategy_name
 from lightrl.plan.stages import StageNeed, stage_need
 
@@ -148,7 +148,7 @@ def plan_run(config: RunConfig, models: Models, machine: Machine) -> Plan:
         host=step.host,
         num_weights=sum(weight.numel for weight in models.policy.weights),
         engine=engine,
-        prompts=told(sharing, batches),
+        prompts=describe_sharing(sharing, batches),
     )
 
 

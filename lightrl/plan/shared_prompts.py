@@ -79,7 +79,7 @@ def with_shared_prompts(
     return replace(shared, whole_roles=whole_roles)
 
 
-def told(sharing: Sharing, batches: Batches) -> str:
+def describe_sharing(sharing: Sharing, batches: Batches) -> str:
     """Returns a line that says whether prompts are computed once."""
     if sharing.way == "none":
         return sharing.reason and f"each sample computes its prompt: {sharing.reason}"

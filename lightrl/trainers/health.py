@@ -51,10 +51,10 @@ class Limit(NamedTuple):
     text: str
     remedy: str
 
-    def told(self, metrics: Mapping[str, float], limits: Any) -> str:
+    def warning(self, metrics: Mapping[str, float], limits: Any) -> str:
         """Returns the warning about a step beyond the limit."""
-        told = self.text.format(value=metrics[self.metric])
-        return f"{told} (--health.{self.option} {getattr(limits, self.option):g}). {self.remedy}"
+        text = self.text.format(value=metrics[self.metric])
+        return f"{text} (--health.{self.option} {getattr(limits, self.option):g}). {self.remedy}"
 
 
 LIMITS = (
@@ -115,7 +115,7 @@ def findings(metrics: Mapping[str, float], limits: Any) -> dict[str, str]:
     found = {name: _not_finite(name) for name in _FINITE if not math.isfinite(metrics.get(name, 0.0))}
     found |= {name: _skipped(metrics[name]) for name in _SKIPPED if metrics.get(name, 0.0) > 0}
     known = [limit for limit in LIMITS if limit.metric in metrics and hasattr(limits, limit.option)]
-    found |= {item.metric: item.told(metrics, limits) for item in known if item.is_bad(metrics[item.metric], limits)}
+    found |= {item.metric: item.warning(metrics, limits) for item in known if item.is_bad(metrics[item.metric], limits)}
     if "reward/mean" not in metrics:
         found |= {name: text.format(metrics[name]) for name, text in _NONE_LEFT.items() if metrics.get(name, 0.0) > 0}
     return found

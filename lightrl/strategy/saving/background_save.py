@@ -44,7 +44,7 @@ class BackgroundSave:
         finally:
             self.jobs = ()  # frees the copies of the tensors
         if self.board is not None:
-            self.board.tell(self._name, "written" if self.error is None else f"failed: {self.error}")
+            self.board.post_result(self._name, "written" if self.error is None else f"failed: {self.error}")
 
     @property
     def is_written(self) -> bool:
@@ -90,8 +90,8 @@ class BackgroundSave:
 
     def _unwritten(self, comm: Comm, limit_s: float) -> str:
         """Returns which ranks have not written their files; empty if all have."""
-        told = self.board.told(self._name, limit_s) if self.board is not None else [None] * comm.world
-        return ", ".join(f"rank {rank} {text or 'is missing'}" for rank, text in enumerate(told) if text != "written")
+        posted = self.board.results(self._name, limit_s) if self.board is not None else [None] * comm.world
+        return ", ".join(f"rank {rank} {text or 'is missing'}" for rank, text in enumerate(posted) if text != "written")
 
     @property
     def _name(self) -> str:

@@ -149,7 +149,7 @@ class LonelyComm(Comm):
 def test_the_error_of_a_rank_that_had_written_is_raised_beside_the_checkpoint(has_failed: bool) -> None:
     committed: list[bool] = []
     told, errors = ["written", "written"], {1: "ValueError"} if has_failed else {}
-    board: Any = SimpleNamespace(tell=lambda *_: None, told=lambda *_, **__: told, errors_now=lambda: errors)
+    board: Any = SimpleNamespace(post_result=lambda *_: None, results=lambda *_, **__: told, errors_now=lambda: errors)
     saving = BackgroundSave([], commit=lambda: committed.append(True), board=board)
     with pytest.raises(RankError) if has_failed else nullcontext():
         saving.finish(LonelyComm())
