@@ -24,7 +24,7 @@ _ROUNDING = 1e-12  # a deviation below this fraction of the mean is rounding in 
 
 
 class Component(NamedTuple):
-    """What one of several rewards gave to B samples."""
+    """The values of one of several rewards for B samples."""
 
     values: Tensor  # [B], NaN where the reward does not apply
     weight: float  # in the sum

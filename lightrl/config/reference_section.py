@@ -43,7 +43,7 @@ def check_reference(config: Any) -> None:
 
 @dataclass(kw_only=True)
 class ReferenceOptions:
-    """What a trainer needs that compares its policy with a reference."""
+    """Options of a trainer that compares its policy with a reference."""
 
     __slots__ = ()
 

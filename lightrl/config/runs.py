@@ -129,7 +129,7 @@ class LoraConfig:
 
 @dataclass(kw_only=True, slots=True)
 class RunConfig(StrategyOptions, ExportOptions, BasicConfig):
-    """What every trainer needs: a model, a way to spread it, data, an optimizer, a folder."""
+    """Options of every trainer: a model, a way to spread it, data, an optimizer, a folder."""
 
     ema_decay: float = option(0.0, at_least=0, below=1, wanted="it must be 0 (none) or between 0 and 1, such as 0.99")
     """Share that an exponential moving average of the weights keeps at each update, such as 0.99; final_ema/ holds the
@@ -182,7 +182,7 @@ class TruncationConfig:
 
 @dataclass(kw_only=True, slots=True)
 class RolloutConfig(SharingConfig, TruncationConfig, SamplingConfig, RewardConfig, RunConfig):
-    """What a trainer needs that generates and scores what it learns from."""
+    """Options of a trainer that generates and scores its own samples."""
 
     rollout_ranks: int = option(0, at_least=0, resume="free")
     """Number of ranks, the last ones, that only generate; the others only train. 0: every rank does both in turn."""
@@ -372,7 +372,7 @@ class PPOConfig(ReferenceOptions, RolloutConfig):
 @dataclass(kw_only=True, slots=True)
 @without(EngineConfig, ExactConfig, CriticTrainingConfig)
 class OfflineConfig(RunConfig):
-    """What a trainer needs whose data has the answers."""
+    """Options of a trainer whose data contains the answers."""
 
     max_steps: int = option(0, at_least=0, resume="free")
     """Number of steps, over as many epochs as they take. 0: num_epochs passes over the data."""
@@ -408,7 +408,7 @@ class SFTConfig(OfflineConfig):
 
 @dataclass(kw_only=True, slots=True)
 class PairConfig(OfflineConfig):
-    """What a trainer needs that learns from pairs of answers."""
+    """Options of a trainer that learns from pairs of answers."""
 
     train_data: str = "builtin:addition-pairs"
     """Training data: a .jsonl, .json, .parquet, .csv or .tsv file, a pattern like '*.jsonl', hf:NAME[/CONFIG][:SPLIT],

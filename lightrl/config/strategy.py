@@ -327,7 +327,7 @@ class ExactConfig:
 
 @dataclass(kw_only=True, slots=True)
 class StrategyOptions(CriticTrainingConfig, ExactConfig, EngineConfig, ParallelConfig, TrainingConfig):
-    """What a strategy reads. A run's config is one itself, so that an option is written, and read, in one place."""
+    """Options that a strategy reads. A run's config is a subclass, so an option is written and read in one place."""
 
     exact_batches: bool = False
     """train_batch is called with whole batches; nothing is accumulated over calls of backward."""

@@ -154,7 +154,7 @@ class ExampleBuilder:
         processor = self._media.processor
         if processor and not {processor.image_token_id, processor.video_token_id}.isdisjoint(answer.response_ids):
             raise ValueError(
-                f"{where}: an image or a video stands behind the first answer that is trained on, where none can be "
+                f"{where}: an image or a video stands after the first answer that is trained on, where none can be "
                 "shown. Use --data.train_on last, or leave the answers before it out."
             )
         prompt = Prompt(index=0, text="", token_ids=answer.prompt_ids)
@@ -262,11 +262,11 @@ class ExampleBuilder:
 
 
 def _refuse_media_behind(messages: Messages, where: str) -> None:
-    """Raises ValueError if messages behind the last answer, which are not read, show an image or a video."""
+    """Raises ValueError if messages after the last answer, which are not read, show an image or a video."""
     parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
     if any(part["type"] != "text" for part in parts):
         raise ValueError(
-            f"{where}: an image or a video stands behind the last answer, where nothing is trained. Leave it out."
+            f"{where}: an image or a video stands after the last answer, where nothing is trained. Leave it out."
         )
 
 

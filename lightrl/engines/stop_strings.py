@@ -56,7 +56,7 @@ def cut_to(item: Completion, length: int, reason: FinishReason) -> Completion:
 
 
 def first_stop(token_ids: Sequence[int], stop: Sequence[str], tokenizer: Any, *, after: int = 0) -> int | None:
-    """Returns the number of tokens up to the first stop string that ends behind the first `after` tokens, or None.
+    """Returns the number of tokens up to the first stop string that ends after the first `after` tokens, or None.
 
     This is a binary search, since a text only grows.
     """

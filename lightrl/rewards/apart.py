@@ -54,7 +54,7 @@ class _Elsewhere:
 
 
 class LoneHost:
-    """What a reward model uses of a strategy (model_reward.ModelHost), on a rank that scores by itself."""
+    """The part of a strategy that a reward model uses (model_reward.ModelHost), on a rank that scores by itself."""
 
     materializes_weights = True
 

@@ -166,7 +166,7 @@ def _blocks(text: str) -> list[tuple[str, str]]:
 
 
 def _closing(opening: re.Match[str], fences: Sequence[re.Match[str]], line: str) -> re.Match[str] | None:
-    """Returns the fence that ends a block: about as far to the right as its first, or behind code at a line's end."""
+    """Returns the fence that ends a block: about as far to the right as its first, or after code at a line's end."""
     for fence in fences:
         if not fence[0].startswith(opening[0]):
             continue
@@ -178,7 +178,7 @@ def _closing(opening: re.Match[str], fences: Sequence[re.Match[str]], line: str)
 
 
 def _is_in_docstring(code: str, opening: re.Match[str], following: Sequence[str]) -> bool:
-    """Returns whether a fence behind the code is in a text in triple quotes, after whose end a fence ends the block."""
+    """Returns whether a fence after the code is inside a text in triple quotes, and a later fence ends the block."""
     quote = _open_quote(code)
     for line in following if quote else ():
         if not quote and _closing(opening, list(_FENCE.finditer(line)), line):

@@ -173,7 +173,7 @@ def _parse_expected(verifier: Any, answer: str) -> list[Any]:
 
 
 def _parse_given(verifier: Any, text: str) -> list[Any]:
-    """Parses the response's answer, which stands behind its thoughts, if anything does."""
+    """Parses the response's answer: the text after its thoughts, if there is any."""
     for part in (text.rpartition(END_OF_THOUGHTS)[2], text):
         tagged = [] if "\\boxed" in part else TAGGED.findall(part)
         if parsed := _parse_any(verifier, _forms_of(tagged[-1]) if tagged else [part]):

@@ -23,13 +23,13 @@ _LONG_NAMES = {
     **{"kg": "kilogram", "mg": "milligram", "lb": "pound", "oz": "ounce", "mL": "milliliter", "ml": "milliliter"},
     **{"sec": "second", "min": "minute", "hr": "hour", "h": "hour", "USD": "dollar", "EUR": "euro", "GBP": "pound"},
 }
-# A letter is a unit only behind a space, and meters per second are neither meters nor seconds.
+# A letter is a unit only after a space, and meters per second are neither meters nor seconds.
 _MEASURE = re.compile(
     rf"(?<![\w.,/}}^])({_NUMBER})(?:(?: |~|\\ )*({_UNIT})|(?: |~|\\ )+(m(?:{_POWER})?|[gs]))(?![\w^/]| per\b)"
 )
 _UNIT_AT_END = re.compile(rf"(?:\\[a-z]+|(?<![A-Za-z])[A-Za-z]|[\d)}}\]]) ({_UNIT}|m(?:{_POWER})?|[gs])$")
 _PRODUCT = re.compile(rf"({_NUMBER})([A-Za-z]{{1,2}})")
-_LETTERS = {"m": "meter", "g": "gram", "s": "second"}  # units that are read behind a number as variables
+_LETTERS = {"m": "meter", "g": "gram", "s": "second"}  # units that are read as variables after a number
 _BASE = re.compile(r"(?<![\w^{])[\d.,]+\)? *_ *(?:(\d+)|\{(\d+)\})(?=[.\s]*$)")
 _IN_TEXT = re.compile(r"\\(?:text(?:rm|normal)?|mathrm|mbox|operatorname) *\{([^{}]*)\}")
 _SPACES = re.compile(r"(?:[ \t~]|\\[,;:! ]|\\q?quad(?![A-Za-z]))+")

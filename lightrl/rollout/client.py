@@ -299,7 +299,7 @@ def _is_answer(message: Mapping[str, Any]) -> bool:
 
 @lru_cache(maxsize=8)
 def _needs_calls(tokenizer: Any, template: str) -> bool:
-    """Returns whether a template renders what a tool answers only behind the call, as those of Gemma 4 and gpt-oss."""
+    """Returns whether a template renders a tool's answer only after the call, as those of Gemma 4 and gpt-oss do."""
     answer = {"role": "tool", "tool_call_id": "000000000", "name": "tool", "content": _RESULT_MARK}
     for text_behind in (_text_behind_text, _text_behind_calls):
         try:

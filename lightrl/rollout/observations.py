@@ -91,7 +91,7 @@ def joined(*parts: Sequence[int]) -> SeenIds:
 
 
 def rest(ids: Sequence[int], num_ids: int, num_images: int) -> SeenIds:
-    """Returns the ids behind the first num_ids, with the images behind the first num_images."""
+    """Returns the ids after the first num_ids, with the images after the first num_images."""
     return SeenIds(ids[num_ids:], images_of(ids)[num_images:])
 
 

@@ -29,7 +29,7 @@ def _read_marked(written: str) -> list[ToolCall]:
 
 
 def _whole_turn(text: str) -> list[Found]:
-    """Finds a list of calls with which a turn begins behind its thoughts; any other text is plain text."""
+    """Finds a list of calls at the start of a turn, after its thoughts; any other text is plain text."""
     _, mark, answer = text.partition(THOUGHT[1])
     found = _list_at(text, len(text) - len(answer)) if mark else []
     return found or without_drafts(text, _list_at(text, 0))  # an argument may contain </think>

@@ -134,7 +134,7 @@ def harmony_calls(text: str) -> list[Found]:
 
 
 def _message(text: str, begin: int, end: int) -> tuple[int, int]:
-    """Returns where gpt-oss's message ends at or behind the next mark of an end, and where it begins.
+    """Returns the offsets where gpt-oss's message ends, at or after the next end mark, and where it begins.
 
     It begins at the last mark of a beginning, unless whole arguments of a call hold that, or the mark of the end.
     """
@@ -149,7 +149,7 @@ def _message(text: str, begin: int, end: int) -> tuple[int, int]:
 
 
 def _end_of_arguments(text: str, start: int) -> int:
-    """Returns where the mark of gpt-oss's end stands behind whole arguments; -1 if they are not whole."""
+    """Returns the offset of gpt-oss's end mark after whole arguments; -1 if they are not whole."""
     opening = text.find("{", start)
     if opening < 0 or text[start:opening].strip():
         return -1

@@ -177,7 +177,7 @@ def _begun(engine: EngineClient, data: Prompt, opening: Any) -> Episode:
 
 
 def _with_parts(data: Prompt, parts: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Returns the prompt's messages with the parts at the end of the last one, or behind it if it is not the user's."""
+    """Returns the prompt's messages with the parts at the end of the last one, or after it if it is not the user's."""
     _require_no_media(data)
     *earlier, last = data.messages
     if data.text == last["content"]:
@@ -199,7 +199,7 @@ def _require_no_media(data: Prompt) -> None:
 
 
 def _is_rendered(data: Prompt) -> bool:
-    """Returns whether a chat template wrote the prompt and its end, behind which the policy's answer begins."""
+    """Returns whether a chat template wrote the prompt and its end, after which the policy's answer begins."""
     last = data.messages[-1]["content"] if data.messages else None
     return isinstance(last, str) and data.text != last and not (data.images or data.videos)
 

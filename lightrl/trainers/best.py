@@ -103,7 +103,7 @@ class Best(Observer):
         return self._record is not None and bool(steps) and self._record["step"] <= steps[-1]
 
     def after_export(self, folder: Path) -> None:
-        """Says at the end of the run which model is in best/; nothing goes back behind the last checkpoint now."""
+        """Says at the end of the run which model is in best/; nothing goes back before the last checkpoint now."""
         if folder != self._trainer.folder.final:
             return
         if self._comm.is_main:

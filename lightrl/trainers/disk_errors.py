@@ -1,4 +1,4 @@
-"""What a run does when it cannot write to disk: it ends with one sentence, or goes on if the options say so."""
+"""What a run does when it cannot write to disk: it ends with one sentence, or continues if the options say so."""
 
 from __future__ import annotations
 

@@ -143,11 +143,11 @@ ANSWER = {"role": "assistant", "content": "R"}
         ({"prompt": IMAGE, "response": "R", "images": "none.png"}, r"there is no image .*none\.png"),
         (
             {"messages": [QUESTION, ANSWER, QUESTION, ANSWER], "images": ["red.png", "lime.png"]},
-            r"an image or a video stands behind the first answer .* Use --data\.train_on last",
+            r"an image or a video stands after the first answer .* Use --data\.train_on last",
         ),
         (
             {"messages": [QUESTION, ANSWER, QUESTION], "images": ["red.png", "lime.png"]},
-            r"an image or a video stands behind the last answer, where nothing is trained",
+            r"an image or a video stands after the last answer, where nothing is trained",
         ),
         (
             {"messages": [QUESTION, {"role": "assistant", "content": [{"type": "image"}]}], "images": ["red.png"] * 2},

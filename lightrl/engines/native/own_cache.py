@@ -30,7 +30,7 @@ _STATE_NAMES = ("state", "mems")  # under which RWKV and XLNet take and return w
 
 @dataclass
 class SampleRun:
-    """What a sample has been run on, and what the model keeps of it."""
+    """The tokens that a sample has been run on, and the state that the model keeps of them."""
 
     tokens: Tensor  # [1, t] int64
     cache: Any  # as the model returned it, by its names; None if it has to be computed from the tokens

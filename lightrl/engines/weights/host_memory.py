@@ -117,7 +117,7 @@ def _new_memory(size: int) -> int | None:
 
 
 def _mapped(path: str, size: int) -> Tensor | None:
-    """Maps what is behind a path; None if this rank does not reach it, or it has another size."""
+    """Maps the memory at a path; None if this rank does not reach it, or it has another size."""
     try:
         # On another host the path may be that of another process's file, which is left alone.
         if os.stat(path).st_size != size:

@@ -239,7 +239,7 @@ class _Patches:
 
 
 def _owner_of(path: str) -> tuple[Any, str]:
-    """Returns the module or class that a path names before its last dot, and the name behind it."""
+    """Returns the module or class that a path names before its last dot, and the name after it."""
     owner, _, name = path.rpartition(".")
     module, names = owner, list[str]()
     while True:
