@@ -148,7 +148,7 @@ class RewardSet:
         self._runners = {label: HeardRunner(one, partial(listener, label)) for label, one in self._runners.items()}
 
     @property
-    def collective(self) -> str | None:
+    def collective_label(self) -> str | None:
         """The label of a reward that all ranks compute together, if there is one."""
         return next((item.label for item in self.rewards if is_collective(item.reward)), None)
 

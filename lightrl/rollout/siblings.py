@@ -65,8 +65,8 @@ class Siblings:
         rewards = self._rewards
         if rewards is None:
             raise ValueError("There are no rewards here: engine.reward() is for the episodes of a run.")
-        if rewards.collective is not None:
-            raise _cannot_score_alone(rewards.collective)
+        if rewards.collective_label is not None:
+            raise _cannot_score_alone(rewards.collective_label)
         if alone or not rewards.compares_siblings:
             return (await self._scored(rewards, [sample]))[0]
         if any(other.sample.key == sample.key and not other.answer.done() for other in self._waiting):

@@ -353,7 +353,7 @@ def shown_of(rewards: RewardSet) -> Shown:
     names = [f"reward/{item.label}" for item in rewards.rewards] if len(rewards.rewards) > 1 else []
     step = ("reward/mean", *names, "episode/failed_share", "tokens/per_second", "entropy")
     evaluated = ("eval/accuracy", "eval/reward", *(f"eval/{name}" for name in names))
-    if rewards.collective:  # a reward model, on whose scale 1 does not mean that a response is right
+    if rewards.collective_label:  # a reward model, on whose scale 1 does not mean that a response is right
         return Shown(step=step, evaluation=evaluated[1:], table=("eval/reward", "reward/mean", "entropy"))
     return Shown(step=step, evaluation=evaluated)
 
