@@ -127,7 +127,7 @@ class ColocatedEngine:
             requests = list(map(_Request, range(len(checked)), checked, params))
             running = {self.engine.submit(request.prompt, request.params): request for request in requests}
             while self.engine.has_unfinished():
-                done.extend(self._as_requested(item, running) for item in self.engine.step())
+                done.extend(self._as_requested(item, running) for item in self._step())
         except BaseException:
             self.engine.abort()  # left-over requests would join the next call
             raise
@@ -149,10 +149,10 @@ class ColocatedEngine:
     def step(self) -> list[Completion]:
         """Runs one scheduling step; returns the samples that it finished."""
         self._require_ready()
-        finished = self.engine.step()
-        ended, self._ended = self._ended, []
-        completions = ended + [self._as_requested(item, self._running) for item in finished]
+        finished = self._step()
+        completions, self._ended = self._ended, []
         for item in finished:
+            completions.append(self._as_requested(item, self._running))
             self._num_left[item.request_id] -= 1
             if not self._num_left[item.request_id]:
                 del self._running[item.request_id], self._num_left[item.request_id]
@@ -179,6 +179,12 @@ class ColocatedEngine:
         self._parked = [item for item in self._parked if item not in parked]
         return ended + [item.partial for item in parked if item.partial is not None] + stopped
 
+    def _step(self) -> list[Completion]:
+        finished = self.engine.step()
+        if not isinstance(finished, list):
+            raise RuntimeError(f"{type(self.engine).__name__}.step() returned {finished!r:.80}: no list of Completion.")
+        return finished
+
     def _start(self, prompt: EnginePrompt, params: SamplingParams, partial: Completion | None = None) -> int:
         request = _Request(self._next_request_id, prompt, params, partial)
         self._next_request_id += 1
@@ -194,8 +200,8 @@ class ColocatedEngine:
 
     def _as_requested(self, item: Completion, running: Mapping[int, _Request]) -> Completion:
         """Checks the engine's completion and maps it to the caller's request; running: requests by engine id."""
-        if not len(item.output_token_ids) == len(item.logprobs) == len(item.versions):
-            raise RuntimeError(f"{type(self.engine).__name__}: {_describe_lengths(item)}")
+        if problem := _problem_of(item, running, self.engine.vocab_size):
+            raise RuntimeError(f"{type(self.engine).__name__} returned {problem}.")
         request = running[item.request_id]
         item = replace(item, request_id=request.request_id)
         if self._placeholder_ids:
@@ -366,9 +372,18 @@ def _describe_bad_level(engine: InferenceEngine, level: int) -> str:
     return f"{type(engine).__name__} has no sleep level {level}. It has: {', '.join(map(str, engine.sleep_levels))}."
 
 
-def _describe_lengths(item: Completion) -> str:
-    lengths = (len(item.output_token_ids), len(item.logprobs), len(item.versions))
-    return f"a completion has tokens, logprobs and versions of lengths {lengths}."
+def _problem_of(item: Completion, running: Collection[int], vocab_size: int) -> str | None:
+    """Describes what an engine must not return; running: the requests that still lack a sample."""
+    if not isinstance(item, Completion):
+        return f"{item!r:.80} where a Completion must be"
+    if item.request_id not in running:
+        return f"a sample of request {item.request_id}, of which no sample is running"
+    ids = item.output_token_ids
+    if not len(ids) == len(item.logprobs) == len(item.versions):
+        return f"{len(ids)} tokens with {len(item.logprobs)} logprobs and {len(item.versions)} versions"
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        return f"token ids from {min(ids)} to {max(ids)}, and the vocabulary has {vocab_size}"
+    return None
 
 
 def _describe_not_ready(phase: _Phase) -> str:

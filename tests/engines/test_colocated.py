@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -254,23 +255,56 @@ def test_a_failure_leaves_no_request_behind(ready: ColocatedEngine) -> None:
     assert ready.sleep() == 100
 
 
-def test_an_engine_that_loses_samples_or_logprobs_is_named(
-    ready: ColocatedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_loses_samples_is_named(ready: ColocatedEngine) -> None:
     with pytest.raises(RuntimeError, match="RecordingEngine gave 1 completions for 2 samples"):
         ready.generate([[1]], [SamplingParams(max_new_tokens=2, n=2)])
-    short = Completion(
-        request_id=0,
-        sample_index=0,
-        prompt_token_ids=(1,),
-        output_token_ids=(1, 2),
-        logprobs=(-1.0,),
-        versions=(0, 0),
-        finish_reason="stop",
-    )
-    monkeypatch.setattr(ready.engine, "step", lambda: [short])
-    with pytest.raises(RuntimeError, match=r"a completion has tokens, logprobs and versions of lengths \(2, 1, 2\)"):
+
+
+SAMPLE = Completion(
+    request_id=0,
+    sample_index=0,
+    prompt_token_ids=(1,),
+    output_token_ids=(1, 2),
+    logprobs=(-1.0, -1.0),
+    versions=(0, 0),
+    finish_reason="stop",
+)
+
+
+@pytest.mark.parametrize(
+    ("returned", "text"),
+    [
+        (None, r"RecordingEngine.step\(\) returned None: no list of Completion"),
+        (["a text"], "RecordingEngine returned 'a text' where a Completion must be"),
+        ([replace(SAMPLE, logprobs=(-1.0,))], "returned 2 tokens with 1 logprobs and 2 versions"),
+        ([replace(SAMPLE, request_id=7)], "returned a sample of request 7, of which no sample is running"),
+        ([SAMPLE, SAMPLE], "(of request 0, of which no sample is running|2 completions for 1 samples)"),
+        ([replace(SAMPLE, output_token_ids=(0, 10))], "token ids from 0 to 10, and the vocabulary has 10"),
+        ([replace(SAMPLE, output_token_ids=(-1, 9))], "token ids from -1 to 9, and the vocabulary has 10"),
+    ],
+)
+def test_what_an_engine_must_not_return_is_named(
+    ready: ColocatedEngine, monkeypatch: pytest.MonkeyPatch, returned: Any, text: str
+) -> None:
+    monkeypatch.setattr(ready.engine, "step", lambda: returned)
+    monkeypatch.setattr(ready.engine, "submit", lambda prompt, params: 0)
+    monkeypatch.setattr(ready.engine, "has_unfinished", iter([False, True, False]).__next__)
+    with pytest.raises(RuntimeError, match=text):
         ready.generate([[1]], [TWO])
+    ready.submit([1], TWO)
+    with pytest.raises(RuntimeError, match=text):
+        ready.step()
+
+
+def test_an_engine_may_return_a_token_at_each_end_of_the_vocabulary_or_none(
+    ready: ColocatedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for ids in ((0, 9), ()):
+        sample = replace(SAMPLE, output_token_ids=ids, logprobs=(-1.0,) * len(ids), versions=(0,) * len(ids))
+        monkeypatch.setattr(ready.engine, "submit", lambda prompt, params: 0)
+        monkeypatch.setattr(ready.engine, "has_unfinished", iter([False, True, False]).__next__)
+        monkeypatch.setattr(ready.engine, "step", lambda sample=sample: [sample])
+        assert ready.generate([[1]], [TWO]) == [sample]
 
 
 class ImageEngine(RecordingEngine):
