@@ -55,14 +55,16 @@ def whole_help(config_class: type[Any], program: str) -> str:
 
 
 def help_on(config_class: type[Any], topic: str) -> str:
-    """Returns the whole texts of a section, of an option, or of all options with the topic in their names."""
+    """Returns the whole texts of a section, of an option, or of all options with the topic in name, text or values."""
     word = topic.lstrip("-").replace("-", "_").rstrip(".*")
     options = list(_described(config_class))
     found = [option for option in options if option.flag == word or option.flag.startswith(f"{word}.")]
     found = found or [option for option in options if word and word in option.flag]
+    begins = re.compile(rf"\b{re.escape(word)}", re.IGNORECASE)
+    found = found or [option for option in options if word and begins.search(f"{option.values} {option.text}")]
     if not found:
         sections = ", ".join(name for name, _ in _sections(config_class))
-        raise ValueError(f"--help {topic}: no section or option has this in its name. The sections are {sections}.")
+        raise ValueError(f"--help {topic}: no section or option has this in its name or text. Sections: {sections}.")
     return "\n".join(map(_in_full, found))
 
 
@@ -74,7 +76,7 @@ def _closing(program: str, *, has_sections: bool) -> str:
     of_sections = "SECTION explains the options of a section, --help "
     explained = f"{of_sections}WORD those" if has_sections else "WORD explains the options"
     return (
-        f"{program} --help {explained} with WORD in their names, and\n"
+        f"{program} --help {explained} that name WORD, and\n"
         "--help-all every option. --config FILE reads options from YAML; a flag overrides the file."
     )
 

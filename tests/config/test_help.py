@@ -67,7 +67,7 @@ def test_the_short_help_has_a_line_for_each_option_and_each_section() -> None:
         "sections, each with the number of its options:",
         "  --inner.* (2)                         How it is shared.",
         "",
-        "run.py --help SECTION explains the options of a section, --help WORD those with WORD in their names, and",
+        "run.py --help SECTION explains the options of a section, --help WORD those that name WORD, and",
         "--help-all every option. --config FILE reads options from YAML; a flag overrides the file.",
     ]
 
@@ -77,7 +77,7 @@ def test_the_short_help_without_sections_names_none() -> None:
         "  --share 0.5                           A share.",
         "  --from ''                             Where it comes from.",
         "",
-        "run.py --help WORD explains the options with WORD in their names, and",
+        "run.py --help WORD explains the options that name WORD, and",
         "--help-all every option. --config FILE reads options from YAML; a flag overrides the file.",
     ]
 
@@ -109,8 +109,17 @@ def test_a_topic_is_a_section_or_an_option_or_a_part_of_names() -> None:
     assert help_on(Outer, "pair").startswith("--pair FLOAT FLOAT\n")
     assert help_on(Outer, "kind").startswith("--kind {a,b}\n")
     for topic in ("nothing", "--", ""):
-        with pytest.raises(ValueError, match="no section or option has this in its name. The sections are inner."):
+        with pytest.raises(ValueError, match="no section or option has this in its name or text. Sections: inner."):
             help_on(Outer, topic)
+
+
+def test_a_topic_that_no_name_has_is_looked_for_in_texts_and_values() -> None:
+    assert help_on(Outer, "second").startswith("--inner.share FLOAT\n")  # and no other option
+    assert "\n--" not in help_on(Outer, "second")
+    assert help_on(GRPOConfig, "wandb").startswith("--log.to STR\n")
+    assert help_on(GRPOConfig, "SGLang").startswith("--engine STR\n")
+    with pytest.raises(ValueError, match="in its name or text"):
+        help_on(Outer, "econd")  # a part of a word says nothing
 
 
 def test_the_whole_help_has_every_text() -> None:
@@ -128,7 +137,7 @@ def test_the_whole_help_has_every_text() -> None:
         (["--help", "inner.share"], 0, "--inner.share FLOAT"),
         (["--help-all"], 0, "--inner.share FLOAT"),
         (["--help_all"], 0, "--inner.share FLOAT"),
-        (["--help", "shade"], 2, "error: --help shade: no section or option has this in its name."),
+        (["--help", "shade"], 2, "error: --help shade: no section or option has this in its name or text."),
     ],
 )
 def test_the_flags_of_help(argv: list[str], code: int, wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
