@@ -199,9 +199,7 @@ def _yaml_flags(config_class: type[Any], path: str, beside: Sequence[str] = ()) 
         if name in unused:
             continue
         if name not in types:
-            told = reason_against(name, types) or " ".join(own_names([f"--{name}"], types)) or _trainers_with(name)
-            hint = told or _nearest_option(name, set(types))
-            raise ValueError(f"--config {path}: unknown option {name!r}. {hint}")
+            raise _unknown_options([other for other, _ in content if other not in {*types, *unused}], types, path)
         _check_value(name, value, types[name], path)
         if name == "config":
             continue  # the path that the run which saved this file was started with
@@ -214,6 +212,15 @@ def _yaml_flags(config_class: type[Any], path: str, beside: Sequence[str] = ()) 
 
 def _named(content: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return [(_own_name(f"--{key}").removeprefix("--"), value) for key, value in flatten(content)]
+
+
+def _unknown_options(names: Sequence[str], types: Mapping[str, Any], path: str) -> ValueError:
+    """Returns an error with a line for each name: the file of another trainer has many."""
+    told = []
+    for name in dict.fromkeys(names):
+        hint = reason_against(name, types) or " ".join(own_names([f"--{name}"], types)) or _trainers_with(name)
+        told.append(f"unknown option {name!r}. {hint or _nearest_option(name, set(types))}")
+    return ValueError(f"--config {path}: " + "\n  ".join(told))
 
 
 def _is_text(hint: Any) -> bool:

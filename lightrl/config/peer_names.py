@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable
 
 _OURS = {
@@ -95,12 +96,76 @@ _OURS = {
     "zero_stage": "--deepspeed.zero_stage",
 }
 
+_VERL = {  # without actor_rollout_ref. in front
+    "actor.clip_ratio_c": "--algorithm.loss_args dual_clip=...",
+    "actor.clip_ratio_high": "--algorithm.clip_high",
+    "actor.clip_ratio_low": "--algorithm.clip_low",
+    "actor.entropy_coeff": "--algorithm.entropy_coef",
+    "actor.fsdp_config.optimizer_offload": "--fsdp.cpu_offload or --offload_while_generating",
+    "actor.fsdp_config.param_offload": "--offload_while_generating or --fsdp.cpu_offload",
+    "actor.grad_clip": "--optim.max_norm",
+    "actor.kl_loss_coef": "--algorithm.kl_coef",
+    "actor.kl_loss_type": "--algorithm.kl_estimator (low_var_kl is k3, mse is k2, kl is k1)",
+    "actor.loss_agg_mode": "--algorithm.aggregation (token-mean is token_mean, the default)",
+    "actor.optim.lr": "--lr",
+    "actor.ppo_epochs": "--num_epochs",
+    "actor.ppo_max_token_len_per_gpu": "--max_tokens_per_microbatch",
+    "actor.ppo_micro_batch_size_per_gpu": "--micro_batch_size",
+    "actor.ppo_mini_batch_size": "--num_minibatches (prompts of a step / prompts of an update)",
+    "actor.strategy": "--strategy",
+    "actor.ulysses_sequence_parallel_size": "--sp_size",
+    "actor.use_dynamic_bsz": "--max_tokens_per_microbatch (always on)",
+    "actor.use_kl_loss": "--algorithm.kl_coef (always in the loss of GRPO)",
+    "algorithm.adv_estimator": "--algorithm.advantage",
+    "algorithm.filter_groups.enable": "--dynamic_sampling.enabled",
+    "algorithm.filter_groups.metric": "--dynamic_sampling.reward",
+    "algorithm.gamma": "--algorithm.advantage_args gamma=...",
+    "algorithm.kl_ctrl.kl_coef": "--algorithm.kl_coef",
+    "algorithm.lam": "--algorithm.advantage_args lam=...",
+    "algorithm.norm_adv_by_std_in_grpo": "--algorithm.advantage (dr_grpo for False)",
+    "algorithm.use_kl_in_reward": "--algorithm.kl_in_reward k1",
+    "critic.model.path": "--critic_model",
+    "critic.optim.lr": "--critic_lr",
+    "custom_reward_function.name": "--reward path/to/file.py:name",
+    "custom_reward_function.path": "--reward path/to/file.py:name",
+    "data.filter_overlong_prompts": "--data.too_long skip",
+    "data.max_prompt_length": "--data.too_long (there is no other limit than the model's context)",
+    "data.max_response_length": "--max_new_tokens",
+    "data.prompt_key": "--data.prompt_field",
+    "data.train_batch_size": "--num_prompts",
+    "data.train_files": "--train_data",
+    "data.val_files": "--eval_data",
+    "model.enable_gradient_checkpointing": "--gradient_checkpointing",
+    "model.lora_alpha": "--lora.alpha",
+    "model.lora_rank": "--lora.rank",
+    "model.path": "--model",
+    "reward_model.overlong_buffer.len": "--overlong.buffer",
+    "rollout.free_cache_engine": "--engine_sleep_level",
+    "rollout.gpu_memory_utilization": "--engine_mem_fraction",
+    "rollout.multi_turn.enable": "--rollout.workflow",
+    "rollout.n": "--group_size",
+    "rollout.name": "--engine",
+    "rollout.temperature": "--temperature",
+    "rollout.tensor_model_parallel_size": "--engine_tp_size",
+    "rollout.val_kwargs.n": "--eval.n",
+    "trainer.critic_warmup": "--critic.policy_frozen_steps",
+    "trainer.default_local_dir": "--output_dir",
+    "trainer.logger": "--log.to",
+    "trainer.save_freq": "--checkpoint.every",
+    "trainer.test_freq": "--eval.every",
+    "trainer.total_epochs": "--max_steps (records / num_prompts for each epoch)",
+    "trainer.total_training_steps": "--max_steps",
+}
+_NAME = re.compile(r"--(?P<flag>[\w.-]+)|\+*(?P<key>\w+(\.\w+)+)=")  # of verl's command line, a.b=value
+
 
 def own_names(args: Iterable[str], known: Collection[str]) -> list[str]:
-    """Returns a sentence for each flag of a command line that another trainer has, and whose own name is known."""
-    flags = [arg.partition("=")[0].removeprefix("--").replace("-", "_") for arg in args if arg.startswith("--")]
+    """Returns a sentence for each option of a command line that another trainer has, and whose own name is known."""
+    matches = [match for arg in args if (match := _NAME.match(arg)) is not None]
+    names = [(match["flag"] or match["key"]).replace("-", "_") for match in matches]
+    ours = {name: _OURS.get(name) or _VERL.get(name.removeprefix("actor_rollout_ref."), "") for name in names}
     return [
-        f"--{flag} is {_OURS[flag]} here."
-        for flag in flags
-        if flag in _OURS and flag not in known and _OURS[flag].split()[0].removeprefix("--") in known
+        f"{name if '.' in name else f'--{name}'} is {ours[name]} here."
+        for name in names
+        if name not in known and ours[name].partition(" ")[0].removeprefix("--") in known
     ]

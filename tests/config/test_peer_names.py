@@ -4,11 +4,12 @@ from pathlib import Path
 import pytest
 
 from lightrl.algorithms.registry import BUILTIN
-from lightrl.config import GRPOConfig, SFTConfig, parse_config
+from lightrl.config import GRPOConfig, PPOConfig, SFTConfig, parse_config
 from lightrl.config.options import option_names
-from lightrl.config.peer_names import _OURS, own_names
+from lightrl.config.peer_names import _OURS, _VERL, own_names
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text()
+KEY = re.compile(r"`([\w.]+)(?:=[^`]*)?`")
 
 
 def test_every_name_stands_in_the_guide_and_leads_to_an_option() -> None:
@@ -21,14 +22,29 @@ def test_every_name_stands_in_the_guide_and_leads_to_an_option() -> None:
 
 def test_every_name_of_the_guide_is_answered() -> None:
     known = option_names(GRPOConfig)
-    for section in ("TRL", "OpenRLHF"):  # verl's are keys of Hydra, without dashes
-        table = GUIDE.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
-        columns = [
-            line.split("|")[1] for line in table.splitlines() if line.startswith("| `") and "| Here |" not in line
-        ]
-        theirs = {name for column in columns for name in re.findall(r"`(?:--)?(\w+)(?:=[^`]*)?`", column)}
+    for section in ("TRL", "OpenRLHF"):
+        theirs = {name for row in rows(section) for name in re.findall(r"`(?:--)?(\w+)(?:=[^`]*)?`", row[0])}
         assert len(theirs) > 30
         assert theirs - set(_OURS) - set(known) == set()
+
+
+def rows(section: str) -> list[list[str]]:
+    table = GUIDE.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
+    return [line.split("|")[1:] for line in table.splitlines() if line.startswith("| `") and "| Here |" not in line]
+
+
+def test_every_key_of_verl_in_the_guide_is_answered_and_no_other() -> None:
+    known = {*option_names(GRPOConfig), *option_names(PPOConfig)}
+    told: set[str] = set()
+    for theirs, ours, *_ in rows("verl"):
+        keys = KEY.findall(theirs)
+        named = set(re.findall(r"--([a-z_.]+)", ours)) & known
+        for key in keys:
+            answers = own_names([f"actor_rollout_ref.{key}=1" if key in _VERL else f"--{key}"], known)
+            assert bool(answers) == bool(named), key
+            assert set(re.findall(r"--([a-z_.]+)", " ".join(answers))) - {key} <= named, key
+        told |= set(keys)
+    assert set(_VERL) - told == set()
 
 
 def test_the_guide_names_estimators_that_exist() -> None:
@@ -52,6 +68,25 @@ def test_it_is_answered_in_a_file_too(tmp_path: Path, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         parse_config(GRPOConfig, ["--config", str(tmp_path / "run.yaml")])
     assert "unknown option 'num_generations'. --num_generations is --group_size here." in capsys.readouterr().err
+
+
+def test_a_file_of_verl_is_answered_key_by_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "verl.yaml").write_text("data: {train_files: a}\nactor_rollout_ref: {rollout: {n: 8}}\nlr: 1e-6\n")
+    with pytest.raises(SystemExit):
+        parse_config(GRPOConfig, ["--config", str(tmp_path / "verl.yaml")])
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.endswith("unknown option 'data.train_files'. data.train_files is --train_data here.")
+    assert second == (
+        "  unknown option 'actor_rollout_ref.rollout.n'. actor_rollout_ref.rollout.n is --group_size here."
+    )
+
+
+def test_words_of_its_command_line_are_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_config(GRPOConfig, ["actor_rollout_ref.actor.clip_ratio_high=0.28", "+trainer.total_epochs=2"])
+    told = capsys.readouterr().err
+    assert "error: actor_rollout_ref.actor.clip_ratio_high is --algorithm.clip_high here.\n" in told
+    assert "error: trainer.total_epochs is --max_steps (records / num_prompts for each epoch) here.\n" in told
 
 
 def test_names_that_the_program_has_or_cannot_offer_are_left_alone() -> None:
