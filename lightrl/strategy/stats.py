@@ -9,6 +9,7 @@ from itertools import count
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightrl.metrics import Stopwatch
 from lightrl.strategy.foreign_models import Native
@@ -51,7 +52,7 @@ class Stats:
 
     def add(self, name: str, value: float) -> None:
         """Adds a number to the sum of this name over calls and ranks."""
-        self._strategy.statistics.add(_full(name), value)
+        self._strategy.statistics.add(_full(name), _number(value))
 
     @contextmanager
     def time(self, name: str) -> Iterator[None]:
@@ -85,9 +86,24 @@ def _full(name: str) -> str:
 
 def _numbers(values: Tensor | Sequence[float] | float, mask: Tensor | None) -> list[float]:
     if isinstance(values, Tensor):
+        _refuse_shard(values)
         chosen = values.detach() if mask is None else values.detach()[mask]
         numbers: list[float] = chosen.flatten().double().tolist()
         return numbers
     if mask is not None:
         raise ValueError(f"stats.record() was given a mask beside a {type(values).__name__}: give both as tensors.")
-    return [float(value) for value in values] if isinstance(values, Sequence) else [float(values)]
+    return [_number(value) for value in values] if isinstance(values, Sequence) else [_number(values)]
+
+
+def _number(value: float) -> float:
+    _refuse_shard(value)
+    return float(value)
+
+
+def _refuse_shard(value: Tensor | float) -> None:
+    """float() of a DTensor is this rank's part, and only the caller knows whether all ranks could gather the whole."""
+    if isinstance(value, DTensor):
+        raise ValueError(
+            f"strategy.stats was given a DTensor of shape {tuple(value.shape)}, of which this rank holds a part. Record"
+            " its full_tensor(), which every rank must call, or its to_local(), this rank's part."
+        )

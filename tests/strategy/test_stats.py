@@ -17,6 +17,8 @@ PROGRAM = """
 import json
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightrl.config import GRPOConfig
 from lightrl.strategy import create_strategy
@@ -34,6 +36,16 @@ exported = strategy.stats.export()
 if rank == 0:
     print(f"EXPORT {json.dumps(exported)}")
 assert strategy.stats.export() == {}
+sharded = distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (2,)), [Shard(0)])  # float() would be a part's
+for record in (strategy.stats.record, strategy.stats.add, lambda name, value: strategy.stats.record(name, [value])):
+    try:
+        record("norm", sharded.norm())
+    except ValueError as error:
+        assert "a DTensor of shape (), of which this rank holds a part. Record its full_tensor()" in str(error)
+    else:
+        raise AssertionError("a DTensor was recorded")
+strategy.stats.record("norm", sharded.norm().full_tensor())
+assert abs(strategy.stats.export()["norm/mean"] - 14**0.5) < 1e-6
 
 
 class Recorded(torch.nn.Linear):
