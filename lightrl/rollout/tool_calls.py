@@ -9,6 +9,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,9 +190,9 @@ async def _called(tool: Tool, arguments: Mapping[str, Any]) -> Any:
 async def in_daemon_thread(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
     """Runs a plain function in a thread; one that never returns blocks neither the loop nor the end of the run.
 
-    asyncio.to_thread would wait for it when the loop closes.
+    asyncio.to_thread would wait for it when the loop closes. Like that, it sees the context variables of its caller.
     """
-    loop = asyncio.get_running_loop()
+    loop, context = asyncio.get_running_loop(), copy_context()
     done: asyncio.Future[Any] = loop.create_future()
 
     def settle(value: Any, error: BaseException | None) -> None:
@@ -208,7 +209,7 @@ async def in_daemon_thread(function: Callable[..., Any], arguments: Mapping[str,
     def run() -> None:
         value, failure = None, None
         try:
-            value = function(**arguments)
+            value = context.run(function, **arguments)
         except BaseException as error:
             failure = error
         with suppress(RuntimeError):  # the loop is closed, so nobody is waiting any longer

@@ -8,6 +8,7 @@ import logging
 import sys
 import time
 from contextlib import suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,21 @@ def test_a_call_may_be_cancelled_while_the_tool_runs() -> None:
         return str(await in_daemon_thread(lambda: "after", {}))
 
     assert asyncio.run(ask()) == "after"
+
+
+def test_a_plain_tool_sees_the_context_variables_of_its_episode() -> None:
+    game: ContextVar[str] = ContextVar("game")
+    tools = box(look=lambda: game.get())
+
+    async def episode(name: str) -> str:
+        game.set(name)
+        await asyncio.sleep(0)  # the other episode sets its own
+        return (await tools.answer(ToolCall("look", {}))).text
+
+    async def both() -> list[str]:
+        return await asyncio.gather(episode("chess"), episode("go"))
+
+    assert asyncio.run(both()) == ["chess", "go"]
 
 
 def test_records_of_files_are_data_and_parts_are_content(tmp_path: Path) -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import json
 import re
 import time
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -184,6 +188,27 @@ def test_a_result_is_read_and_the_last_turn_is_the_answer() -> None:
     assert own == f"{first}<eos>42<eos>"
     assert episode.numbers == {"tool_calls": 1, "tool_errors": 0}
     assert episode.finish_reason == "stop"
+
+
+def test_the_page_gives_each_episode_a_basket_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "rollouts.md").read_text()
+    (code,) = (block.partition("```")[0] for block in page.split("```python\n") if "class Shop" in block)
+    (tmp_path / "page_shop.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    shop: ToolWorkflow = importlib.import_module("page_shop").Shop()
+
+    async def buy(*items: str) -> Episode:
+        turns = [call("add", json.dumps({"item": item})) for item in items]
+        engine = client(Script(*turns, "done"), max_tokens=10_000, max_new_tokens=100)  # type: ignore[arg-type]
+        engine.tokenizer = RaisingTokenizer(TEMPLATE)
+        return await shop.arun_episode(engine, replace(PROMPT, fields={"wanted": ["tea", "milk"]}))
+
+    async def both() -> list[Episode]:
+        return await asyncio.gather(buy("tea", "milk"), buy("tea"))
+
+    right, wrong = asyncio.run(both())
+    assert (right.reward, wrong.reward) == (1.0, 0.0)
+    assert "<tool>2 items<eos>" in "".join(map(chr, right.ids)).replace(chr(1), "<eos>")
 
 
 def test_a_model_of_text_alone_reads_the_text_beside_an_image(caplog: pytest.LogCaptureFixture) -> None:
