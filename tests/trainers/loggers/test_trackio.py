@@ -1,7 +1,10 @@
 """The real trackio, which writes to a folder."""
 
 import importlib
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,16 +14,40 @@ from lightrl.trainers.loggers.trackio import TrackioLogger
 pytest.importorskip("trackio", reason='needs trackio: pip install "lightrl[trackio]"')
 
 
+def writes_to(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], list[dict[str, Any]]]:
+    """Makes trackio write to a folder; returns a function that reads the rows of a project's run."""
+    for name, module in (("TRACKIO_DIR", "trackio.utils"), ("TRACKIO_DIR", "trackio.sqlite_storage")):
+        monkeypatch.setattr(importlib.import_module(module), name, folder, raising=False)
+    read: Callable[[str, str], list[dict[str, Any]]] = importlib.import_module(
+        "trackio.sqlite_storage"
+    ).SQLiteStorage.get_logs
+    return read
+
+
 def test_a_run_is_written_without_a_network(
     logged_run: LoggedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, module in (("TRACKIO_DIR", "trackio.utils"), ("TRACKIO_DIR", "trackio.sqlite_storage")):
-        monkeypatch.setattr(importlib.import_module(module), name, tmp_path, raising=False)
+    rows_of = writes_to(tmp_path, monkeypatch)
     logger = TrackioLogger(logged_run)
     for step in (0, 1):
         logger.log(step, {"reward/mean": 0.25 * step})
     logger.close()
-    storage = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
-    rows = storage.get_logs("lightrl", "run-0123abcd")
+    rows = rows_of("lightrl", "run-0123abcd")
     assert [row["reward/mean"] for row in rows] == [0.0, 0.25]
     assert [row["step"] for row in rows] == [0, 1]
+
+
+def test_a_run_that_fails_has_its_last_steps(
+    logged_run: LoggedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process may end right after fail(), which another thread calls, without a call of close()."""
+    rows_of = writes_to(tmp_path, monkeypatch)
+    logger = TrackioLogger(logged_run)
+    for step in range(3):
+        logger.log(step, {"reward/mean": 0.25 * step})
+    told = threading.Thread(target=logger.fail, args=(ValueError("a reward"),))
+    told.start()
+    told.join()
+    assert [row["step"] for row in rows_of("lightrl", "run-0123abcd")] == [0, 1, 2]
+    logger.close()  # as after a signal
+    assert [row["step"] for row in rows_of("lightrl", "run-0123abcd")] == [0, 1, 2]
