@@ -29,6 +29,7 @@ from lightrl.comm import Comm
 from lightrl.config import OfflineConfig, RolloutConfig, RunConfig, as_dict, to_yaml
 from lightrl.data.mixture import files_of, parts_of
 from lightrl.records import Experience
+from lightrl.strategy.saving.state_files import HASH_FILE
 from lightrl.trainers import earlier_run
 
 logger = logging.getLogger(__name__)
@@ -72,6 +73,7 @@ class RunFolder:
         note_inputs(self.root, config, continues=steps_done > 0)
         for path in filter(Path.exists, (self._metrics, self._samples)):
             earlier_run.cut_after(path, steps_done)
+        (self.final / HASH_FILE).unlink(missing_ok=True)  # an earlier final/ no longer counts as this run's
 
     @property
     def is_complete(self) -> bool:

@@ -29,19 +29,18 @@ from lightrl.trainers.hash_run import main as hash_main
 def run(toy_options: dict[str, Any], tmp_path: Path) -> Any:
     """Makes a run of two steps."""
 
-    def make(**options: Any) -> Path:
+    def make(max_steps: int = 2, **options: Any) -> Path:
         config = GRPOConfig(
             **toy_options,
             num_prompts=2,
-            max_steps=2,
+            max_steps=max_steps,
             lr=1e-2,
             output_dir=str(tmp_path / "run"),
             eval=EvalConfig(every=0),
             checkpoint=CheckpointConfig(every=1),
             log=RolloutLogConfig(tensorboard=False),
             lora=LoraConfig(rank=2),
-            export=ExportConfig(every=1),
-            **options,
+            **({"export": ExportConfig(every=1)} | options),
         )
         trainer = build_trainer(GRPOTrainer, config)
         trainer.fit()
@@ -150,3 +149,22 @@ def test_a_final_model_that_is_not_of_the_last_step_is_not_exported(
     shutil.rmtree(folder / "exports")
     assert main([str(folder)]) == 0
     assert [path.name for path in (folder / "exports").iterdir()] == ["step-2"]
+
+
+def test_the_final_model_of_fewer_steps_is_not_exported(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run goes on with more steps and is killed between the line of its last step and final/."""
+    folder = run()
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GRPOTrainer, "save_models", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(max_steps=3, export=ExportConfig(every=0))
+    shutil.rmtree(folder / "exports")
+    assert main([str(folder)]) == 0
+    assert [path.name for path in (folder / "exports").iterdir()] == ["step-3"]
+    run(max_steps=3)
+    assert main([str(folder)]) == 0
+    assert sorted(path.name for path in (folder / "exports").iterdir()) == ["final", "step-3"]
