@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin
 from lightrl.config.evaluate import EvaluateConfig, left_out
 from lightrl.config.help import help_on, short_help, whole_help
 from lightrl.config.options import nearest_name, option_types
+from lightrl.config.paths import why_unreadable
 from lightrl.config.peer_names import own_names
 from lightrl.config.runs import DPOConfig, GRPOConfig, PPOConfig, RMConfig, SFTConfig
 from lightrl.config.untrained_options import reason_against, reasons_against
@@ -258,8 +259,8 @@ def _check_value(name: str, value: Any, hint: Any, path: str) -> None:
 
 
 def _read_yaml(path: str, *, as_written: bool = False) -> Mapping[str, Any]:
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"--config {path}: there is no such file.")
+    if problem := why_unreadable(path):
+        raise FileNotFoundError(f"--config {path}: {problem}.")
     content = read_yaml(Path(path), f"--config {path}", as_written=as_written) or {}
     if not isinstance(content, dict):
         raise ValueError(f"--config {path} must hold `option: value` lines, not a {type(content).__name__}.")

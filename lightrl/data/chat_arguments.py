@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lightrl.config.paths import why_unreadable
 from lightrl.data.json_records import LocatedRecord
 
 logger = logging.getLogger(__name__)
@@ -23,9 +24,10 @@ def set_template_file(renderer: Any, path: str) -> None:
     """Gives a tokenizer or processor the chat template of a file in place of its own; saving it saves the template."""
     import jinja2  # noqa: PLC0415  (transformers imports it for templates alone)
 
-    text = Path(path).read_text(encoding="utf-8", errors="replace") if Path(path).is_file() else ""
+    problem = why_unreadable(path)
+    text = "" if problem else Path(path).read_text(encoding="utf-8", errors="replace")
     if not text.strip():
-        raise ValueError(f"--data.chat_template_file {path}: there is no such file, or it is empty.")
+        raise ValueError(f"--data.chat_template_file {path}: {problem or 'it is empty'}.")
     renderer.chat_template = text
     try:
         renderer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)

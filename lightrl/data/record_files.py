@@ -6,6 +6,7 @@ import csv
 import gzip
 import io
 import logging
+import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from lightrl.builtin.task import BUILTIN_TASKS
+from lightrl.config.paths import why_unreadable
 from lightrl.data.class_labels import features_of, labelled_in, with_names
 from lightrl.data.json_records import LocatedRecord, Record, parse_json, require_object
 from lightrl.data.streamed import Streamed, stream_lines
@@ -36,10 +38,10 @@ ACCEPTED_SOURCES = (
 
 def load_from_disk(path: Path, stream: bool) -> Sequence[LocatedRecord]:
     """Reads a file, whose ending says what it holds, or a directory with a data set of `datasets`."""
-    if path.is_dir():
+    if os.path.isdir(path):
         return _load_directory(path, stream)
-    if not path.is_file():
-        raise FileNotFoundError(f"There is no data set {path.absolute()}. A data set is {ACCEPTED_SOURCES}.")
+    if problem := why_unreadable(path):
+        raise FileNotFoundError(f"There is no data set {path.absolute()}: {problem}. A data set is {ACCEPTED_SOURCES}.")
     kind = Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
     if path.suffix == ".parquet":
         return _stream_parquet(path) if stream else _load_parquet(path)

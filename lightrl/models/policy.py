@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,6 +25,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from lightrl.config.paths import why_unreadable
 from lightrl.models.allowed_tokens import AllowedTokens
 from lightrl.models.buffers import as_loaded
 from lightrl.models.hub import instead_of, require_reachable
@@ -246,16 +248,16 @@ def persistent_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
 def check_model_folder(path: str, option: str = "--model") -> None:
     """Raises an error unless the path can be a model, before transformers mistakes a wrong folder for a hub name."""
     folder = Path(path)
-    looks_local = path.startswith(("/", ".", "~")) or path.count("/") > 1 or folder.exists()
-    if not path or (":" in path and not folder.exists()):
+    looks_local = path.startswith(("/", ".", "~")) or path.count("/") > 1 or os.path.lexists(path)
+    if not path or (":" in path and not os.path.lexists(path)):
         builtin = ", nor builtin:addition" if option == "--model" else ""
         raise ValueError(f"{option} {path!r} is neither a folder nor a Hugging Face name{builtin}.")
     if not looks_local:
         require_reachable(path, option)
         return
-    if not folder.is_dir():
+    if problem := why_unreadable(path, is_folder=True):
         hint = " Write out ~, which only a shell replaces." if path.startswith("~") else ""
-        raise FileNotFoundError(f"{option} {path}: there is no such folder.{hint}")
+        raise FileNotFoundError(f"{option} {path}: {problem}.{hint}")
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
             f"{option} {path}: the folder has no config.json, so it holds no Hugging Face model.{instead_of(folder)}"

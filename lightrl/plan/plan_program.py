@@ -223,7 +223,7 @@ def _config_at(path: str, trust_remote_code: bool) -> Any:
     path = str(builtin_model_path()) if path == BUILTIN_MODEL else path
     if not path.endswith(".json"):
         try:
-            if not Path(path).exists():
+            if not os.path.exists(path):
                 check_model_folder(path)
             return load_config(path, trust_remote_code=trust_remote_code)
         except (ValueError, FileNotFoundError) as error:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightrl.config import exit_with_user_error, print_text
+from lightrl.config.paths import why_no_output
 from lightrl.report.comparison import compare
 from lightrl.report.diagnosis import diagnose
 from lightrl.report.run_files import read_runs
@@ -23,10 +24,12 @@ def main(arguments: Sequence[str]) -> int:
         if options.watch:
             return _watch(folders, options.seconds)
         _require_libraries()
+        target = Path(options.output) if options.output else folders[0] / "report.html"
+        if options.output and (problem := why_no_output(target)):
+            raise ValueError(f"--output {target}: {problem}. Name another file.")
         runs = read_runs(folders)
         from lightrl.report.page import build_page  # noqa: PLC0415  (needs the extra, and takes seconds to import)
 
-        target = Path(options.output) if options.output else folders[0] / "report.html"
         page = build_page(runs)
         target.write_text(page, encoding="utf-8")
     except (ValueError, OSError) as error:

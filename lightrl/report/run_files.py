@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from lightrl.config import nearest_name
 from lightrl.config.command_line import flatten
+from lightrl.config.paths import why_unreadable
 from lightrl.config.yaml_text import read_yaml
 from lightrl.trainers.loggers.attach import public
 
@@ -55,7 +57,7 @@ def read_run(root: Path, name: str = "", *, sample_bytes: int | None = None) -> 
     Args:
         sample_bytes: how much of the end of samples.jsonl is read; None reads it whole.
     """
-    if not (root / "config.yaml").is_file() or not (root / "metrics.jsonl").is_file():
+    if not all(os.path.isfile(root / name) for name in ("config.yaml", "metrics.jsonl")):
         raise ValueError(_describe_no_run(root))
     options = read_yaml(root / "config.yaml", "it") or {}
     metrics, lost_metrics = _rows(root / "metrics.jsonl")
@@ -127,10 +129,10 @@ def _short_names(folders: Sequence[Path]) -> list[str]:
 
 
 def _describe_no_run(root: Path) -> str:
-    if not root.is_dir():
-        beside = {path.name for path in root.parent.iterdir()} if root.parent.is_dir() else set()
-        hint = nearest_name(root.name, beside) if beside else ""
-        return f"{root}: there is no such folder. {hint}".rstrip()
+    if problem := why_unreadable(root, is_folder=True):
+        beside = set() if why_unreadable(root.parent, is_folder=True) else {path.name for path in root.parent.iterdir()}
+        hint = nearest_name(root.name, beside) if beside and not os.path.lexists(root) else ""
+        return f"{root}: {problem}. {hint}".rstrip()
     found = sorted(path.parent for path in root.glob("*/config.yaml"))
     inside = f" Did you mean {found[-1]}?" if found else ""
     return f"{root} is no folder of a run that has begun: it has no config.yaml with metrics.jsonl beside it.{inside}"

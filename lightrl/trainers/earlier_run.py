@@ -5,28 +5,34 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from lightrl.checkpoint import CheckpointDirectory
 from lightrl.config import RunConfig, changed_options
 from lightrl.config.command_line import flatten
+from lightrl.config.paths import why_unreadable, why_unwritable
 from lightrl.config.yaml_text import read_yaml
 
 logger = logging.getLogger(__name__)
 
 
-def refuse(folder: Path, error: OSError) -> NoReturn:
-    """Raises ValueError that says why a folder cannot be made or written; re-raises an error of the lock."""
-    if not error.filename:  # the lock failed, not the folder
-        raise error
-    nearest = next(path for path in (folder, *folder.parents) if path.exists())
-    if nearest.is_dir():
-        why = f"{nearest} takes no files ({error.strerror})"
-        raise ValueError(f"--output_dir {folder} cannot be written: {why}.") from error
-    where = "is a file" if nearest == folder else f"is below the file {nearest}"
-    raise ValueError(f"--output_dir {folder} {where}. Name a folder.") from error
+def refusal(folder: Path, error: Exception) -> str:
+    """Returns why a run cannot use its folder; of an error that names no file, such as one of the lock, its text."""
+    folder, name = folder.absolute(), getattr(error, "filename", None)
+    if not isinstance(error, OSError) or not name:
+        return str(error)
+    nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    why = f"{nearest} takes no files ({error.strerror})"
+    if folder in Path(name).absolute().parents and os.path.lexists(name):
+        why = f"{name} there is not for this user ({error.strerror})"
+    elif not os.path.exists(folder):
+        why = why_unwritable(folder) or why
+    elif not os.path.isdir(folder):
+        why = "it is a file, not a folder"
+    return f"--output_dir {folder} cannot be used: {why}. Name another folder."
 
 
 def require_same(root: Path, config: RunConfig) -> None:
@@ -87,7 +93,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 def config_file(run: Path) -> Path:
     """Returns the path of a run's config.yaml; raises ValueError if the folder has none."""
     path = run / "config.yaml"
-    if not path.is_file():
+    if not os.path.isfile(path):  # unlike Path's, it takes a name that is too long
         raise ValueError(f"{run} is no folder of a run: give one.")
     return path
 
@@ -167,13 +173,11 @@ def checkpoint_at(path: Path, own: Path) -> Path:
 
     own: this run's checkpoints/, where the error for a path such as step-60 looks for the one that is meant.
     """
-    if not path.is_dir():
+    if problem := why_unreadable(path, is_folder=True):
         number = path.name.removeprefix("step-")
         meant = [root / f"step-{number:0>6}" for root in (path.parent, own) if number.isdecimal()]
         hint = next((f" Did you mean {folder}?" for folder in meant if folder.is_dir()), "")
-        raise FileNotFoundError(
-            f"--resume {path}: there is no such folder. Give auto, never, or a checkpoint's folder.{hint}"
-        )
+        raise FileNotFoundError(f"--resume {path}: {problem}. Give auto, never, or a checkpoint's folder.{hint}")
     if path.name == "checkpoints" or (path / "checkpoints").is_dir():
         root = path if path.name == "checkpoints" else path / "checkpoints"
         found = CheckpointDirectory(root, keep=1).latest()

@@ -29,6 +29,7 @@ from lightrl.config import (
     print_text,
 )
 from lightrl.config.options import as_dict
+from lightrl.config.paths import why_unwritable
 from lightrl.config.yaml_text import read_yaml
 from lightrl.data.chat_arguments import set_template_file
 from lightrl.models.lora import add_adapters
@@ -52,8 +53,10 @@ def main(arguments: Sequence[str]) -> int:
         config = _config_of(run)
         name, done = _chosen(run, config, asked)
         target = Path(asked.output) if asked.output else run / "exports" / name
-        if target.exists():
+        if os.path.exists(target):
             raise ValueError(f"{target} exists. Delete it, or name another folder by --output.")
+        if problem := why_unwritable(target):
+            raise ValueError(f"{target} cannot be written: {problem}. Name another folder by --output.")
         upload = _uploader(asked.push) if asked.push else None
         if name in ("final", "best"):
             shutil.copytree(run / name, target)

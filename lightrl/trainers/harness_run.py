@@ -6,11 +6,13 @@ import argparse
 import difflib
 import importlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lightrl.config import exit_with_user_error, print_text
+from lightrl.config.paths import why_no_output
 from lightrl.imports import import_extra
 
 
@@ -52,13 +54,15 @@ def _count(text: str) -> int:
 
 def _results(asked: argparse.Namespace) -> dict[str, Any]:
     """Returns the harness's results by task, and the versions and settings that they depend on."""
-    if asked.include_path and not Path(asked.include_path).is_dir():
+    if asked.include_path and not os.path.isdir(asked.include_path):
         raise ValueError(f"--include_path {asked.include_path} is not a folder.")
+    if asked.output and (problem := why_no_output(asked.output)):
+        raise ValueError(f"--output {asked.output}: {problem}. Name another file.")
     harness = import_extra("lm_eval", extra="lm-eval", needed_by="lightrl lm-eval")
     manager = importlib.import_module("lm_eval.tasks").TaskManager(include_path=asked.include_path)
     tasks = [name for name in asked.tasks.split(",") if name]
     _check_tasks(tasks, set(manager.all_tasks))
-    if Path(asked.model).is_dir() and not Path(asked.model, "config.json").is_file():
+    if os.path.isdir(asked.model) and not Path(asked.model, "config.json").is_file():
         raise ValueError(f"{asked.model} has no config.json: give the folder of a model, such as RUN/final.")
     found = harness.simple_evaluate(
         model="hf",

@@ -132,7 +132,7 @@ def open_folder(config: RunConfig, kind: str, comm: Comm) -> tuple[RunFolder, Pa
             folder.number = _newest[folder.root.resolve()] = next(_numbers)
         except (ValueError, OSError) as error:
             disown(owned)
-            problem = str(error)
+            problem = earlier_run.refusal(folder.root, error)
     found = comm.all_gather_object((folder, checkpoint, problem, as_dict(config) | {"output_dir": ""}))
     folder, checkpoint, problem, options = found[0]
     if problem or any(others != options for *_, others in found):
@@ -199,17 +199,14 @@ _numbers = count(1)
 def own(root: Path) -> Path:
     """Makes this process the only one that may write a run's folder.
 
-    Returns the folder, or an empty path if this process owns it already. Raises ValueError if another process does, or
-    if the folder cannot be written.
+    Returns the folder, or an empty path if this process owns it already. Raises ValueError if another process does, and
+    OSError if the folder cannot be written.
     """
-    if (real := root.resolve()) in _owned and _is_same_file(_owned[real].descriptor, root / OWNER_NAME):
+    if (real := Path(os.path.realpath(root))) in _owned and _is_same_file(_owned[real].descriptor, root / OWNER_NAME):
         return Path()
     made = [path for path in (root, *root.parents) if not path.exists()]
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        descriptor = _lock(root)
-    except OSError as error:
-        earlier_run.refuse(root, error)
+    root.mkdir(parents=True, exist_ok=True)
+    descriptor = _lock(root)
     pid, now = os.getpid(), datetime.now().astimezone().isoformat(timespec="seconds")
     record = json.dumps({"host": socket.gethostname(), "pid": pid, "started": _start(pid), "since": now})
     os.ftruncate(descriptor, 0)

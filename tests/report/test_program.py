@@ -12,6 +12,7 @@ def test_mistakes_end_with_2(run_folder: Path, capsys: pytest.CaptureFixture[str
     for words, told in (
         (["report"], "required: RUN"),
         (["report", str(run_folder / "nowhere")], "there is no such folder"),
+        (["report", str(run_folder), "--output", "no/a.html"], "--output no/a.html: there is no folder"),
         (["report", "--watch", str(run_folder), str(run_folder)], "--watch shows one run, and 2 are named"),
     ):
         with pytest.raises(SystemExit) as ended:

@@ -29,6 +29,19 @@ def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
         assert wanted in capsys.readouterr().err
 
 
+def test_a_folder_that_cannot_be_made_is_refused_before_a_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.yaml").write_text("num_prompts: 2\n")
+    (tmp_path / "link").symlink_to("nowhere")
+    monkeypatch.setattr("lightrl.trainers.export_run._chosen", lambda *_: ("step-1", 1))
+    for name, why in (("link", "it is a broken symbolic link to nowhere"), ("config.yaml/a", "it is below the file")):
+        target = tmp_path / name
+        with pytest.raises(SystemExit):
+            main([str(tmp_path), "--output", str(target)])
+        assert f"error: {target} cannot be written: {why}" in capsys.readouterr().err
+
+
 def test_a_checkpoint_of_a_model_of_images_comes_with_its_processor(tmp_path: Path) -> None:
     save_tiny_vlm(tmp_path / "model", "qwen2_5_vl")
     (tmp_path / "train.jsonl").write_text('{"prompt": "say", "response": "yes"}\n')

@@ -50,6 +50,7 @@ def test_mistakes_without_the_package(
         (["model"], "--tasks"),
         (["model", "--tasks", "a", "--limit", "-1"], "-1 is below 0"),
         (["model", "--tasks", "a", "--include_path", "nowhere"], "--include_path nowhere is not a folder"),
+        (["model", "--tasks", "a", "--output", "no/out"], "--output no/out: there is no folder"),
         (["model", "--tasks", "a"], 'lightrl lm-eval needs lm_eval: pip install "lightrl[lm-eval]"'),
     ):
         with pytest.raises(SystemExit) as end:
@@ -86,8 +87,9 @@ def test_a_model_is_a_folder_or_a_name_on_the_hub(
 
 
 def test_results_are_printed_even_if_their_file_cannot_be_written(
-    evaluated: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    evaluated: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr("lightrl.trainers.harness_run.why_no_output", lambda path: "")  # it is removed meanwhile
     with pytest.raises(SystemExit) as end:
         main(["model", "--tasks", "a", "--output", str(tmp_path / "missing" / "out")])
     assert end.value.code == 2

@@ -21,7 +21,7 @@ from lightrl.checkpoint import CheckpointDirectory
 from lightrl.config import DeepSpeedConfig, GRPOConfig
 from lightrl.records import Experience, Prompt, Sample
 from lightrl.trainers.earlier_run import find_checkpoint, last_step
-from lightrl.trainers.run_folder import RunFolder, new_run_path, own
+from lightrl.trainers.run_folder import RunFolder, new_run_path
 
 
 def used(tmp_path: Path, **changes: object) -> RunFolder:
@@ -47,15 +47,12 @@ def test_new_folders_are_never_shared(tmp_path: Path, monkeypatch: pytest.Monkey
     assert all(path.is_dir() for path in paths)
 
 
-def test_a_damaged_config_and_a_file_are_told(tmp_path: Path) -> None:
+def test_a_damaged_config_is_told(tmp_path: Path) -> None:
     folder = used(tmp_path)
     folder.append_metrics(1, {})
     (folder.root / "config.yaml").write_text("")
     with pytest.raises(ValueError, match="config.yaml is damaged"):
         folder.check(GRPOConfig())
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(ValueError, match="is a file. Name a folder"):
-        own(tmp_path / "file")
 
 
 @contextmanager

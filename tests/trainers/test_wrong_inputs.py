@@ -25,7 +25,9 @@ from transformers import PreTrainedConfig
 
 from lightrl.builtin.model import builtin_tokenizer
 from lightrl.config import DPOConfig, GRPOConfig, PPOConfig, RMConfig, SFTConfig
+from lightrl.config.command_line import _yaml_flags as read_options
 from lightrl.config.options import option_types, own_fields
+from lightrl.data.chat_arguments import set_template_file
 from lightrl.data.examples import ExampleBuilder, ExampleFields, keep_fitting
 from lightrl.data.prompts import build_prompts, load_records
 from lightrl.models.critic import load_critic
@@ -33,12 +35,14 @@ from lightrl.models.option_names import naming
 from lightrl.models.policy import check_model_folder, load_config, load_policy, load_teacher, load_tokenizer
 from lightrl.models.reward_model import load_reward_model
 from lightrl.process_group import check_environment
+from lightrl.report.run_files import read_run
 from lightrl.strategy import create_strategy
 from lightrl.strategy.base import StrategyBase
 from lightrl.testing import run_program, run_spmd
+from lightrl.trainers.earlier_run import checkpoint_at, config_file
 from lightrl.trainers.grpo import GRPOTrainer
 from lightrl.trainers.run import open_run
-from lightrl.trainers.run_folder import RunFolder, open_folder, own
+from lightrl.trainers.run_folder import OWNER_NAME, RunFolder, open_folder
 from lightrl.trainers.sft import SFTTrainer
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -444,6 +448,11 @@ def a_file(folder: Path) -> Path:
     return folder / "file"
 
 
+def a_link(folder: Path, target: str = "nowhere") -> Path:
+    (folder / "link").symlink_to(target)
+    return folder / "link"
+
+
 def another_folder(folder: Path) -> Path:
     (folder / "mine").mkdir()
     (folder / "mine" / "thesis.txt").write_text("")
@@ -455,7 +464,19 @@ FOLDERS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "below a file": (below_a_file, "is below the file"),
     "below a device": (lambda _: Path("/dev/null/run"), "is below the file /dev/null"),
     "where nothing can be made": (lambda _: Path("/proc/run"), "/proc takes no files"),
-    "a name that is too long": (lambda folder: folder / ("x" * 300), "File name too long"),
+    "a name that is too long": (
+        lambda folder: folder / ("x" * 300),
+        "cannot be used: File name too long. Name",
+    ),
+    "a link that leads nowhere": (a_link, "it is a broken symbolic link to nowhere. Name another folder."),
+    "below such a link": (
+        lambda folder: a_link(folder) / "run",
+        "/link is a broken symbolic link to nowhere.",
+    ),
+    "a link to itself": (
+        lambda folder: a_link(folder, "link") / "run",
+        "/link is a broken symbolic link to link.",
+    ),
     "another folder": (another_folder, "is no run of lightrl"),
     "no config": (in_run("config.yaml", ""), "is damaged"),
     "a config that is none": (in_run("config.yaml", "[1]"), "is damaged"),
@@ -508,9 +529,46 @@ def test_a_read_only_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def refuse(path: str, _mode: int = 0) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
 
+    strategy = create_strategy(GRPOConfig(strategy="single"))
+    strategy.setup_distributed()
     monkeypatch.setattr(os, "mkdir", refuse)  # root may write everywhere
-    with refused("cannot be written", "Read-only file system"):
-        own(tmp_path / "a" / "b")
+    with refused(f"--output_dir {tmp_path}/a/b cannot be used: {tmp_path} takes no files (Read-only file system)."):
+        open_folder(GRPOConfig(output_dir=str(tmp_path / "a" / "b")), "grpo", strategy.comm)
+
+
+def test_a_file_of_another_user_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, opened = a_run(tmp_path), os.open
+
+    def refuse(path: Any, *args: Any) -> int:
+        if Path(path).name == OWNER_NAME:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, *args)
+
+    (root / OWNER_NAME).write_text("{}")
+    strategy = create_strategy(GRPOConfig(strategy="single"))
+    strategy.setup_distributed()
+    monkeypatch.setattr(os, "open", refuse)  # root may read everything
+    with refused(f"{root}/{OWNER_NAME} there is not for this user (Permission denied). Name another folder."):
+        open_folder(GRPOConfig(output_dir=str(root)), "grpo", strategy.comm)
+
+
+LONG = "x" * 300
+READERS: dict[str, tuple[Callable[[str], Any], str]] = {  # what reads a path, and what it says of one that is too long
+    "config": (lambda name: read_options(GRPOConfig, name), "--config {}: File name too long."),
+    "data": (load_records, "{}: File name too long. A data set is a .jsonl"),
+    "model": (lambda name: check_model_folder(f"./{name}"), "--model ./{}: File name too long."),
+    "resume": (lambda name: checkpoint_at(Path(name), Path()), "--resume {}: File name too long. Give auto, never,"),
+    "template": (lambda name: set_template_file(None, name), "--data.chat_template_file {}: File name too long."),
+    "report": (lambda name: read_run(Path(name)), "{}: File name too long."),
+    "export": (lambda name: config_file(Path(name)), "{} is no folder of a run"),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_name_that_is_too_long_is_told_with_its_option(reader: str) -> None:
+    read, text = READERS[reader]
+    with refused(text.format(LONG)):
+        read(LONG)
 
 
 # ---- The world -------------------------------------------------------------------------------------------------------
