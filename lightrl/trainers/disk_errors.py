@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from torch import nn
 
@@ -44,6 +44,14 @@ def _as_os_error(error: BaseException) -> OSError | None:
         return None
     code = int(found[1] or found[3])
     return OSError(code, os.strerror(code), *([found[2]] if found[2] else []))
+
+
+def raise_with_folder(error: Exception, folder: Path) -> NoReturn:
+    """Raises an error again; a disk error that names no file, as libraries' do not, with the folder being written."""
+    found = None if isinstance(error, RankError) else _as_os_error(error)
+    if found is not None and found.errno in _OF_THE_DISK and not found.filename:
+        raise OSError(found.errno, found.strerror, str(folder)) from error
+    raise error
 
 
 def describe_disk_error(error: OSError) -> str:

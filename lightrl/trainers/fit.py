@@ -30,7 +30,7 @@ from lightrl.metrics import Stopwatch, memory_in_use
 from lightrl.records import Experience
 from lightrl.strategy import StrategyBase
 from lightrl.strategy.saving.state_files import HASH_FILE
-from lightrl.trainers.disk_errors import Log, forgive_disk_errors
+from lightrl.trainers.disk_errors import Log, forgive_disk_errors, raise_with_folder
 from lightrl.trainers.health import BadSteps, findings
 from lightrl.trainers.lifetime import end_failed, end_with_torchrun, ended_by_signals, is_under_torchrun
 from lightrl.trainers.run import RunContext, open_run
@@ -138,7 +138,10 @@ class Trainer(ABC):
     def export(self, folder: Path) -> None:
         """Writes the models for their users and tells the observers; every rank must call it."""
         with self.strategy.comm.phase("export"):
-            self.save_models(folder)
+            try:
+                self.save_models(folder)
+            except Exception as error:
+                raise_with_folder(error, folder)
         for observer in self.observers:
             observer.after_export(folder)
 

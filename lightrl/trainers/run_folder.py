@@ -125,8 +125,7 @@ def open_folder(config: RunConfig, kind: str, comm: Comm) -> tuple[RunFolder, Pa
         try:
             folder = RunFolder(Path(os.path.expanduser(config.output_dir) or new_run_path(kind)).absolute())
             folder.check(config)
-            if kind != "rollout":  # such a rank generates for a trainer, which owns the folder
-                owned = own(folder.root)
+            owned = own(folder.root) if kind != "rollout" else owned  # whose trainer owns the folder
             if folder.checkpoints.is_dir() or config.resume not in ("auto", "never"):
                 checkpoint = earlier_run.find_checkpoint(config, folder.checkpoints)
             folder.number = _newest[folder.root.resolve()] = next(_numbers)
@@ -199,8 +198,7 @@ _numbers = count(1)
 def own(root: Path) -> Path:
     """Makes this process the only one that may write a run's folder.
 
-    Returns the folder, or an empty path if this process owns it already. Raises ValueError if another process does, and
-    OSError if the folder cannot be written.
+    Returns the folder, or an empty path if this process owns it already. Raises ValueError if another process does.
     """
     if (real := Path(os.path.realpath(root))) in _owned and _is_same_file(_owned[real].descriptor, root / OWNER_NAME):
         return Path()

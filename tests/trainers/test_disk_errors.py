@@ -205,28 +205,31 @@ def test_a_folder_that_is_removed_is_made_again(
     assert again.step_index == 4
 
 
+@pytest.mark.parametrize(
+    "nameless", [OSError(FULL, os.strerror(FULL)), SafetensorError("I/O error: No space left on device (os error 28)")]
+)
 def test_a_final_model_that_cannot_be_written_ends_the_run_and_the_checkpoints_stay(
-    offline_flags: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nameless: Exception, offline_flags: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """What writes a model, a library, names no file."""
+
     def full(*_: object) -> None:
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise nameless
 
     trainer = make(offline_flags("sft"), tmp_path / "run", on_disk_error="continue")
     with monkeypatch.context() as patch:
         patch.setattr(StrategyBase, "save_pretrained", full)
-        with pytest.raises(SafetensorError) as error:
+        with pytest.raises((OSError, SafetensorError)) as error:
             fit(trainer)
-    found = find_disk_error(error.value, tmp_path)
+    found, final = find_disk_error(error.value, tmp_path), tmp_path / "run" / "final"
     assert found is not None
-    assert (
-        describe_disk_error(found)
-        == "the disk takes no more (No space left on device): what was written before is kept"
-    )
+    told = f"the disk takes no more (No space left on device) for {final}: what was written before is kept"
+    assert describe_disk_error(found) == told
     trainer.close()
     again = make(offline_flags("sft"), tmp_path / "run")
     assert again.step_index == 3
     fit(again)
-    assert (tmp_path / "run" / "final" / "weights.sha256").exists()
+    assert (final / "weights.sha256").exists()
 
 
 @pytest.mark.parametrize("method", ["model", "tokenizer"])
