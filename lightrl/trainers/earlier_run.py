@@ -159,13 +159,24 @@ def newest(checkpoints: Path) -> Path | None:
 def continued(path: Path, own: Path) -> Path:
     """Returns the checkpoint at a path or, if that is of another run, the newest of this run's own, if any.
 
-    A run that branched off another one can thus be continued by its own command. A path inside the run's own folder
-    goes back to an earlier step.
+    A run that branched off another one can thus be continued by its own command, even if that one is gone. A path
+    inside the run's own folder goes back to an earlier step.
     """
+    if not os.path.exists(path) and (kept := _newest_of_branch(path, own)):
+        logger.warning("--resume %s is gone: the run, which began there, goes on from its own %s.", path, kept.name)
+        return kept
     found = checkpoint_at(path, own)
     if own.is_dir() and not found.resolve().is_relative_to(own.resolve()):
         return newest(own) or found
     return found
+
+
+def _newest_of_branch(path: Path, own: Path) -> Path | None:
+    """Returns the newest checkpoint of a run that branched off from this path, outside of its folder; None if none."""
+    saved = own.parent / "config.yaml"
+    began_there = saved.is_file() and str(_read_config(saved).get("resume")) == str(path)
+    is_outside = own.parent.resolve() not in path.resolve().parents
+    return newest(own) if began_there and is_outside and own.is_dir() else None
 
 
 def checkpoint_at(path: Path, own: Path) -> Path:

@@ -228,3 +228,28 @@ def test_the_last_step_is_known_from_the_options_or_from_the_length_of_a_pass() 
     assert last_step({**epochs, "num_epochs": 3}, rows) == 8  # 7.5, and the last batch is smaller
     assert last_step(epochs, rows[:1]) is None
     assert last_step({"max_steps": 0, "num_epochs": 2}, []) == 0  # passes over a step's samples, not over the data
+
+
+def committed(checkpoints: Path, step: int) -> Path:
+    """Makes a complete checkpoint."""
+    directory = CheckpointDirectory(checkpoints, keep=9)
+    (directory.begin(step) / "state.pt").write_text("state")
+    return directory.commit(step)
+
+
+def test_a_branch_goes_on_from_its_own_checkpoints_if_its_source_is_gone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, other = str(tmp_path / "source"), str(tmp_path / "other")
+    branch = used(tmp_path, resume=source)
+    with pytest.raises(FileNotFoundError, match="source: there is no such folder"):
+        find_checkpoint(GRPOConfig(resume=source), branch.checkpoints)  # it has no checkpoint yet
+    kept = committed(branch.checkpoints, 3)
+    assert find_checkpoint(GRPOConfig(resume=source), branch.checkpoints) == kept
+    assert f"--resume {source} is gone: the run, which began there, goes on from its own step-000003" in caplog.text
+    with pytest.raises(FileNotFoundError, match="other: there is no such folder"):  # perhaps a slip of the pen
+        find_checkpoint(GRPOConfig(resume=other), branch.checkpoints)
+    earlier = str(branch.checkpoints / "step-000002")  # the user goes back, and not to the newest one
+    branch.open(GRPOConfig(resume=earlier), 3)
+    with pytest.raises(FileNotFoundError, match="step-000002: there is no such folder"):
+        find_checkpoint(GRPOConfig(resume=earlier), branch.checkpoints)
