@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lightrl.records import Sample
@@ -14,6 +15,7 @@ from lightrl.rewards.answer_part import END_OF_THOUGHTS, TAGGED
 from lightrl.rewards.answer_words import is_qualified
 from lightrl.rewards.choice_letter import choice_of, stated_choice
 from lightrl.rewards.clock_time import is_at, time_of
+from lightrl.rewards.equations import are_unsolved, names_its_value, turned
 from lightrl.rewards.math_notation import in_latex, is_marked, with_marks
 from lightrl.rewards.measures import has_other_base, has_other_unit, split_letter, split_measure, unit_of, without_unit
 from lightrl.rewards.scoring import Isolation, NoVerdictError
@@ -108,6 +110,10 @@ def _is_bare_number(verifier: Any, number: str, text: str) -> bool:
 
 
 def _are_equal(verifier: Any, expected: list[Any], given: list[Any]) -> bool:
+    if not _is_equation(expected) and _is_equation(given):
+        if not names_its_value(turned(given[-1]), partial(_is_same_value, verifier)):
+            return False
+        given = _parse(verifier, f"${turned(given[-1])}$") if turned(given[-1]) != given[-1] else given
     is_same = _is_same_extreme(expected, given)
     if is_same is not None:
         return is_same
@@ -117,7 +123,17 @@ def _are_equal(verifier: Any, expected: list[Any], given: list[Any]) -> bool:
         is_right = verifier.verify(expected, given, **settings)
     except KeyError:  # of a relation that math-verify cannot turn round, such as x != 5
         return False
+    if is_right and are_unsolved(expected[0], given[0]):
+        return False
     return bool(is_right or (numbers != (expected, given) and verifier.verify(*numbers, **settings)))
+
+
+def _is_equation(parsed: list[Any]) -> bool:
+    return bool(parsed) and "=" in str(parsed[-1])
+
+
+def _is_same_value(verifier: Any, one: str, other: str) -> bool:
+    return _are_equal(verifier, _parse(verifier, f"${one}$"), _parse(verifier, f"${other}$"))
 
 
 def _of_percent(parsed: list[Any]) -> list[Any]:

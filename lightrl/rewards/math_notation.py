@@ -9,6 +9,8 @@ from decimal import Decimal
 from fractions import Fraction
 from itertools import pairwise
 
+from lightrl.rewards.equations import is_name
+
 # math-verify reads 5 of a plain text with a minus sign of Unicode in front, and of 5 with a raised 2.
 _SYMBOLS = str.maketrans(
     {
@@ -78,6 +80,7 @@ _WORD = re.compile(r"(?:\\[A-Za-z]+|(?<![A-Za-z])[A-Za-z](?![A-Za-z])|\d|[-+*/^=
 _BEFORE = re.compile(r"(?:[-+*/=<>,(\[{|]|\\[A-Za-z]+|\b(?:or|and))$")
 _BEHIND = re.compile(r"[-+*/=<>)\]}|\\]|(?:or|and)$")
 _ARITHMETIC = re.compile(r"[-+*/^().%\d\s]*|[-+]?\d{1,3}(?:,\d{3})+|\(?[A-Za-z]\)?|[\d.]+ ?h")
+_VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
 _FAR = 100  # characters
 _GLUED = re.compile(r"(?<![^\s=])(?=[\d.]+(?:[xyznabi]\b|[A-Za-z]\^|\^[A-Za-z{]|\\(?:pi|sqrt|frac|ln|sin|cos)))")
 
@@ -116,10 +119,34 @@ def _expression_at_end(text: str) -> tuple[int, int]:
         clause = text[lead.end() : end]
         if clause:
             words = clause.split()
-            is_joined = all(_BEFORE.search(word) or _BEHIND.match(behind) for word, behind in pairwise(words))
-            is_whole = is_joined and all(map(_WORD.fullmatch, words)) and not _ARITHMETIC.fullmatch(clause)
-            return (lead.end(), end) if is_whole else (end, end)
+            is_whole = _is_joined(words) and all(map(_WORD.fullmatch, words))
+            if is_whole and lead[0].startswith("="):
+                left = _left_side(text, begin, lead.start())
+                return (left, end) if left < lead.start() else (lead.end() if _is_expression(clause) else end, end)
+            return (lead.end(), end) if is_whole and _is_expression(clause) else (end, end)
     return end, end
+
+
+def _is_expression(clause: str) -> bool:
+    return not _ARITHMETIC.fullmatch(clause)
+
+
+def _is_joined(words: list[str]) -> bool:
+    return all(_BEFORE.search(word) or _BEHIND.match(behind) for word, behind in pairwise(words))
+
+
+def _left_side(text: str, begin: int, end: int) -> int:
+    """Returns where the left side of an equation begins, if it has a variable and is no name; else its end."""
+    words: list[str] = []
+    for word in reversed(text[begin:end].split()):
+        if not (_WORD.fullmatch(word) and _is_joined([word, *words][:2])) or word[-1] in ",.;:":
+            break
+        words.insert(0, word)
+    left = " ".join(words)
+    if not _VARIABLE.search(left) or is_name(left):
+        return end
+    found = re.compile(r"\s+".join(map(re.escape, words)) + r"\s*\Z").search(text, begin, end)
+    return found.start() if found else end
 
 
 def is_marked(text: str) -> bool:
