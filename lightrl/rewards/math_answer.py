@@ -16,6 +16,7 @@ from lightrl.rewards.answer_words import is_qualified
 from lightrl.rewards.choice_letter import choice_of, stated_choice
 from lightrl.rewards.clock_time import is_at, time_of
 from lightrl.rewards.equations import are_unsolved, names_its_value, turned
+from lightrl.rewards.letter_case import with_own_letters
 from lightrl.rewards.math_notation import in_latex, is_marked, with_marks
 from lightrl.rewards.measures import has_other_base, has_other_unit, split_letter, split_measure, unit_of, without_unit
 from lightrl.rewards.scoring import Isolation, NoVerdictError
@@ -110,6 +111,7 @@ def _is_bare_number(verifier: Any, number: str, text: str) -> bool:
 
 
 def _are_equal(verifier: Any, expected: list[Any], given: list[Any]) -> bool:
+    expected, given = _with_own_letters(verifier, expected, given)
     if not _is_equation(expected) and _is_equation(given):
         if not names_its_value(turned(given[-1]), partial(_is_same_value, verifier)):
             return False
@@ -126,6 +128,17 @@ def _are_equal(verifier: Any, expected: list[Any], given: list[Any]) -> bool:
     if is_right and are_unsolved(expected[0], given[0]):
         return False
     return bool(is_right or (numbers != (expected, given) and verifier.verify(*numbers, **settings)))
+
+
+def _with_own_letters(verifier: Any, expected: list[Any], given: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Parses both again if one has a letter as a capital and one as a small letter, which math-verify takes for one."""
+    if not (expected and given):
+        return expected, given
+    texts = str(expected[-1]), str(given[-1])
+    renamed = with_own_letters(*texts)
+    if renamed == texts:
+        return expected, given
+    return _parse(verifier, f"${renamed[0]}$"), _parse(verifier, f"${renamed[1]}$")
 
 
 def _is_equation(parsed: list[Any]) -> bool:
