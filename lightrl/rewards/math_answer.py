@@ -31,6 +31,7 @@ _LETTERS = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{1,2}[\s.]*(?:[}$<]|\\[)\]]|$)", 
 _PLAIN_NUMBER = re.compile(r"[-+]?[\d.,/]+")
 _SUFFIXES = ("st", "nd", "rd", "th", "hr", "yr", "ft", "lb", "gm", "sq", "am", "pm", "mm", "cm", "km", "kg")
 _SMALL, _LARGE = 1e-6, 1e15  # beyond these, the decimals to which math-verify rounds say nothing
+_SMALL_DECIMAL = 0.1  # below it, two numbers with decimals have fewer than six digits in common with its six decimals
 _PRECISION, _EXACT = 1e-6, 1e-12  # relative, of numbers with decimals and of others
 _TOO_MANY_DIGITS = "integer string conversion"  # in Python's error for an integer of more than 4,300 digits
 _ZERO = 1e-50  # more than what sympy computes for an expression that is 0, such as sin(pi)
@@ -237,9 +238,10 @@ def _is_same_extreme(expected: list[Any], given: list[Any]) -> bool | None:
     numbers = [parsed[0] for parsed in (expected, given) if parsed]
     if len(numbers) < 2 or not all(getattr(number, "is_number", False) and number.is_finite for number in numbers):
         return None
-    is_rounded = any(number.is_Float or any(part.is_Float for part in number.args) for number in numbers)
+    have_decimals = [number.is_Float or any(part.is_Float for part in number.args) for number in numbers]
+    is_rounded = any(have_decimals)
     one, other = (number.evalf() for number in numbers)
-    if abs(one) < _SMALL or (is_rounded and abs(one) > _LARGE):
+    if abs(one) < (_SMALL_DECIMAL if all(have_decimals) else _SMALL) or (is_rounded and abs(one) > _LARGE):
         return bool(abs(one - other) <= abs(one) * (_PRECISION if is_rounded else _EXACT) + _ZERO)
     return None
 
