@@ -53,12 +53,21 @@ _WITHOUT_LEFT_SIDE = re.compile(
     r"(?=(?:\\(?:geq?|leq?|geqslant|leqslant|neq?|gt|lt|not|neg|lnot|equiv|mod)(?![A-Za-z])|[<>\u2260\u2264\u2265]))"
 )
 _SCIENTIFIC = re.compile(r"(?<![\w.\\])\d+(?:\.\d+)?[eE][-+]?\d{1,3}(?!\.?\w)")  # it reads 1e6 as e times 6
-_WORDS_OF_POWERS = "hundred|thousand|million|billion|trillion"
+_WORDS_OF_FACTORS = "dozen|hundred|thousand|million|billion|trillion"
 _LARGE = re.compile(
     rf"(?<![\w.,/^])(\d{{1,9}}(?:\.\d{{1,9}})?) *"
-    rf"(?:(?<= )({_WORDS_OF_POWERS})(?![A-Za-z])|\\text *\{{ *({_WORDS_OF_POWERS}) *\}})"
+    rf"(?:(?<= )({_WORDS_OF_FACTORS})(?![A-Za-z])|\\text *\{{ *({_WORDS_OF_FACTORS})(?![A-Za-z])([^{{}}]*)\}})"
 )
-_POWERS = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_FACTORS = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+# It reads 5 of 5 sixths, and of 5 and a half.
+_PARTS = {
+    **{"third": 3, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8, "ninth": 9},
+    **{"tenth": 10, "hundredth": 100, "thousandth": 1000},
+}
+_OF_PARTS = re.compile(
+    rf"(?<![\w.,/^])(\d{{1,9}}) *(?:(?<= )(and a half|(?:{'|'.join(_PARTS)})s)\b"
+    rf"|\\text *\{{ *(and a half|(?:{'|'.join(_PARTS)})s) *\}})"
+)
 # It reads 1 of 3 1/2.
 _MIXED = re.compile(r"(?<![\w.,/^_}\\)])(\d{1,6})(?: |\\ |~)+(\d+)/(\d+)(?![\w/.]*\w)")
 _VULGAR = re.compile(r"(?<![\w.,/^_}\\)])(\d{0,6}) ?([\u00bc-\u00be\u2150-\u215e])")
@@ -92,7 +101,7 @@ def in_latex(text: str) -> str:
         text = pattern.sub(latex, text)
     text = _REPEATING.sub(_as_fraction, text.translate(_SYMBOLS))
     text = _PERCENT.sub(_in_decimals, _VULGAR.sub(_in_one_fraction, _MIXED.sub(_in_one_fraction, text)))
-    text = _WITHOUT_LEFT_SIDE.sub(r"\1x", _LARGE.sub(_in_digits, text))
+    text = _WITHOUT_LEFT_SIDE.sub(r"\1x", _OF_PARTS.sub(_in_parts, _LARGE.sub(_in_digits, text)))
     return _SCIENTIFIC.sub(lambda match: f"{Decimal(match[0]):f}", text)
 
 
@@ -163,7 +172,15 @@ def _as_index(mark: str) -> Callable[[re.Match[str]], str]:
 
 
 def _in_digits(large: re.Match[str]) -> str:
-    return f"{Decimal(large[1]).scaleb(_POWERS[large[2] or large[3]]):f}"
+    r"""Returns 5 million as 5000000, with a unit that stands in the same \text{}."""
+    number = f"{(Decimal(large[1]) * _FACTORS[large[2] or large[3]]).normalize():f}"
+    unit = (large[4] or "").strip()
+    return rf"{number}\text{{ {unit}}}" if unit else number
+
+
+def _in_parts(words: re.Match[str]) -> str:
+    name = words[2] or words[3]
+    return f"{words[1]}.5" if name.startswith("and") else f"{words[1]}/{_PARTS[name.removesuffix('s')]}"
 
 
 def _as_fraction(repeating: re.Match[str]) -> str:

@@ -34,6 +34,13 @@ REWRITTEN = {
     "5 million": "5000000",
     "2.5 billion": "2500000000",
     r"5 \text{ thousand}": "5000",
+    r"5.2\text{ million dollars}": r"5200000\text{ dollars}",
+    "5 dozen": "60",
+    r"5\text{ dozen eggs}": r"60\text{ eggs}",
+    "5 sixths": "5/6",
+    r"5\text{ hundredths}": "5/100",
+    "5 and a half": "5.5",
+    r"5\text{ and a half}": "5.5",
     # Relations.
     r"\boxed{ \geq 5}": r"\boxed{x\geq 5}",
     r"$< 5$": r"$x< 5$",
