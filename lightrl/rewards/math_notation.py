@@ -59,6 +59,8 @@ _LARGE = re.compile(
     rf"(?:(?<= )({_WORDS_OF_FACTORS})(?![A-Za-z])|\\text *\{{ *({_WORDS_OF_FACTORS})(?![A-Za-z])([^{{}}]*)\}})"
 )
 _FACTORS = {"dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+# It reads (101)_2 as a text, and (101)_{2} as a falling factorial.
+_BASE = re.compile(r"(?<![\w}])(?:\((\d+)\)|\\text *\{(\d+)\}) *_ *(?:(\d)(?!\d)|\{ *(\d{1,2}) *\})")
 # It reads 5 of 5 sixths, and of 5 and a half.
 _PARTS = {
     **{"third": 3, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8, "ninth": 9},
@@ -99,7 +101,7 @@ def in_latex(text: str) -> str:
     text = _LOWERED.sub(_as_index("_"), _RAISED.sub(_as_index("^"), _DASH.sub("-", text)))
     for pattern, latex in _IN_LATEX:
         text = pattern.sub(latex, text)
-    text = _REPEATING.sub(_as_fraction, text.translate(_SYMBOLS))
+    text = _REPEATING.sub(_as_fraction, _BASE.sub(_with_base, text.translate(_SYMBOLS)))
     text = _PERCENT.sub(_in_decimals, _VULGAR.sub(_in_one_fraction, _MIXED.sub(_in_one_fraction, text)))
     text = _WITHOUT_LEFT_SIDE.sub(r"\1x", _OF_PARTS.sub(_in_parts, _LARGE.sub(_in_digits, text)))
     return _SCIENTIFIC.sub(lambda match: f"{Decimal(match[0]):f}", text)
@@ -176,6 +178,12 @@ def _in_digits(large: re.Match[str]) -> str:
     number = f"{(Decimal(large[1]) * _FACTORS[large[2] or large[3]]).normalize():f}"
     unit = (large[4] or "").strip()
     return rf"{number}\text{{ {unit}}}" if unit else number
+
+
+def _with_base(number: re.Match[str]) -> str:
+    """Returns (101)_2 as 101_{2}; what is no number in the base, such as (5)_2, as it is."""
+    digits, base = number[1] or number[2], int(number[3] or number[4])
+    return f"{digits}_{{{base}}}" if max(map(int, digits)) < base else number[0]
 
 
 def _in_parts(words: re.Match[str]) -> str:

@@ -240,6 +240,8 @@ FORMS_RIGHT = [
     (r"\boxed{101_2}", "101_{2}"),
     (r"\boxed{101}", "101_2"),
     (r"\boxed{101_2}", "101"),
+    (r"\boxed{(101)_2}", "101_2"),
+    (r"\boxed{\text{101}_{2}}", "(101)_{2}"),
     (r"\boxed{b_2+a_1}", "a_1+b_2"),
     # Mixed numbers.
     (r"\boxed{3\frac{1}{2}}", "3.5"),
@@ -319,6 +321,9 @@ FORMS_WRONG = [
     # Another base.
     (r"\boxed{101_2}", "101_3"),
     (r"\boxed{101_2}", "5"),
+    (r"\boxed{(101)_2}", "(101)_3"),
+    (r"\boxed{(101)_2}", "(110)_2"),
+    (r"\boxed{(101)_2}", "5"),
     (r"\boxed{5}", "101_2"),
     # Another interval.
     (r"\boxed{1 \le x \le 3}", "[1,2]"),

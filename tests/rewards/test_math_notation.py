@@ -27,6 +27,10 @@ REWRITTEN = {
     r"6\frac{2}{3}\%": r"6.666666666667\%",
     r"\dfrac12\%": r"0.500000000000\%",
     r"33 1/3\%": r"33.333333333333\%",
+    # Bases.
+    "(101)_2": "101_{2}",
+    r"\text{101}_{2}": "101_{2}",
+    "(19)_{16}": "19_{16}",
     r"\varnothing": r"\emptyset",
     # Words.
     "Minus 5": "-5",
@@ -66,6 +70,8 @@ def test_a_notation_is_written_in_latex(text: str) -> None:
     "text",
     [
         "3 5/2",
+        "(5)_{3}",
+        "f(1)_2",
         "5thousand",
         r"\boxed{x \geq 5}",
         r"\boxed{\left(1,2\right)}",
