@@ -19,6 +19,7 @@ from lightrl.rewards.equations import are_unsolved, names_its_value, turned
 from lightrl.rewards.letter_case import with_own_letters
 from lightrl.rewards.math_notation import in_latex, is_marked, with_marks
 from lightrl.rewards.measures import has_other_base, has_other_unit, split_letter, split_measure, unit_of, without_unit
+from lightrl.rewards.ratios import is_ratio
 from lightrl.rewards.scoring import Isolation, NoVerdictError
 from lightrl.rewards.text_match import expected_answer
 
@@ -82,6 +83,9 @@ def _with_verifier() -> MathAnswer:
 def _is_right(verifier: Any, answer: str, expected: list[Any], text: str) -> bool:
     if time := time_of(answer):
         return is_at(time, text)
+    is_right = is_ratio(answer, text)
+    if is_right is not None:
+        return is_right
     if is_qualified(text) and not is_qualified(f"<answer>{answer}</answer>"):
         return False
     given = _parse_given(verifier, text)
