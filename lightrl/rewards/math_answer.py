@@ -17,7 +17,7 @@ from lightrl.rewards.choice_letter import choice_of, stated_choice
 from lightrl.rewards.clock_time import is_at, time_of
 from lightrl.rewards.equations import are_unsolved, names_its_value, turned
 from lightrl.rewards.letter_case import with_own_letters
-from lightrl.rewards.math_notation import in_latex, is_marked, with_marks
+from lightrl.rewards.math_notation import ends_with_factorial, in_latex, is_marked, with_marks
 from lightrl.rewards.measures import has_other_base, has_other_unit, split_letter, split_measure, unit_of, without_unit
 from lightrl.rewards.ratios import is_ratio
 from lightrl.rewards.scoring import Isolation, NoVerdictError
@@ -88,6 +88,8 @@ def _is_right(verifier: Any, answer: str, expected: list[Any], text: str) -> boo
         return is_right
     if is_qualified(text) and not is_qualified(f"<answer>{answer}</answer>"):
         return False
+    if ends_with_factorial(text, answer):
+        return True
     given = _parse_given(verifier, text)
     is_right = _are_equal(verifier, expected, given)
     if _LETTERS.search(answer) or (is_right and _LETTERS.search(text)):
@@ -121,6 +123,8 @@ def _are_equal(verifier: Any, expected: list[Any], given: list[Any]) -> bool:
         if not names_its_value(turned(given[-1]), partial(_is_same_value, verifier)):
             return False
         given = _parse(verifier, f"${turned(given[-1])}$") if turned(given[-1]) != given[-1] else given
+    if _are_set_and_point(expected, given):
+        return False
     is_same = _is_same_extreme(expected, given)
     if is_same is not None:
         return is_same
@@ -144,6 +148,12 @@ def _with_own_letters(verifier: Any, expected: list[Any], given: list[Any]) -> t
     if renamed == texts:
         return expected, given
     return _parse(verifier, f"${renamed[0]}$"), _parse(verifier, f"${renamed[1]}$")
+
+
+def _are_set_and_point(expected: list[Any], given: list[Any]) -> bool:
+    r"""Returns whether one is written as a set, such as \{1, 2\}, and the other as a point or an interval (1, 2)."""
+    kinds = {type(parsed[0]).__name__: str(parsed[-1]) for parsed in (expected, given) if parsed}
+    return "\\{" in kinds.get("FiniteSet", "") and bool(kinds.keys() & {"Tuple", "Interval"})
 
 
 def _is_equation(parsed: list[Any]) -> bool:

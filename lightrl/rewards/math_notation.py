@@ -8,6 +8,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from itertools import pairwise
+from math import factorial
 
 from lightrl.rewards.equations import is_name
 
@@ -92,6 +93,8 @@ _BEFORE = re.compile(r"(?:[-+*/=<>,(\[{|]|\\[A-Za-z]+|\b(?:or|and))$")
 _BEHIND = re.compile(r"[-+*/=<>)\]}|\\]|(?:or|and)$")
 _ARITHMETIC = re.compile(r"[-+*/^().%\d\s]*|[-+]?\d{1,3}(?:,\d{3})+|\(?[A-Za-z]\)?|[\d.]+ ?h")
 _VARIABLE = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
+# A factorial, and no number at the end of an exclamation: a mark or a small letter follows it.
+_FACTORIAL = re.compile(r"(?<![\w.,!])(\d{1,2})!(?=[.,;:)]|\s+(?:[a-z]|[-+*/=<>] ))")
 _FAR = 100  # characters
 _GLUED = re.compile(r"(?<![^\s=])(?=[\d.]+(?:[xyznabi]\b|[A-Za-z]\^|\^[A-Za-z{]|\\(?:pi|sqrt|frac|ln|sin|cos)))")
 
@@ -114,6 +117,7 @@ def with_marks(text: str) -> str:
     """
     if is_marked(text):
         return text
+    text = _FACTORIAL.sub(lambda found: str(factorial(int(found[1]))), text)
     start, end = _expression_at_end(text)
     if start < end:
         marked = _WITHOUT_LEFT_SIDE.sub(r"\1x", f"${text[start:end]}$")
@@ -158,6 +162,13 @@ def _left_side(text: str, begin: int, end: int) -> int:
         return end
     found = re.compile(r"\s+".join(map(re.escape, words)) + r"\s*\Z").search(text, begin, end)
     return found.start() if found else end
+
+
+def ends_with_factorial(text: str, answer: str) -> bool:
+    """Returns whether a plain text ends with an answer such as `5!`, so that its mark is part of it."""
+    end = text.rstrip().rstrip(".")[-_FAR:]
+    is_factorial = re.fullmatch(r"\w{1,9}!", answer) and not is_marked(text) and "<answer>" not in text
+    return bool(is_factorial) and re.search(rf"(?:^|[\s:]|(?<=[A-Za-z] )=\s){re.escape(answer)}$", end) is not None
 
 
 def is_marked(text: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from linear_time import require_linear
 
-from lightrl.rewards.math_notation import in_latex, with_marks
+from lightrl.rewards.math_notation import ends_with_factorial, in_latex, with_marks
 
 REWRITTEN = {
     r"\fbox{5}": r"\boxed{5}",
@@ -108,6 +108,10 @@ def test_other_text_stays_as_it_is(text: str) -> None:
         ("It is x = 5", "It is x = 5"),
         ("It is 2 + 3.", "It is 2 + 3."),
         ("It is 1,234!", "It is 1,234!"),
+        ("It is 5!", "It is 5!"),
+        ("It is 5!.", "It is 120."),
+        ("5! is it", "120 is it"),
+        ("It is 5! Great", "It is 5! Great"),
         ("It is 5 m, 5h", "It is 5 m, 5h"),
         ("It is a 5", "It is a 5"),
         ("It is 5 because x > 4.", "It is 5 because x > 4."),
@@ -119,6 +123,22 @@ def test_an_expression_at_the_end_of_a_plain_text_is_marked(text: str, marked: s
     assert with_marks(text) == marked
 
 
+@pytest.mark.parametrize(
+    ("text", "answer", "ends"),
+    [
+        ("It is 5!", "5!", True),
+        ("It is n!.", "n!", True),
+        ("It is 5!", "5", False),
+        ("It is 15!", "5!", False),
+        ("It is 2 * -5!", "5!", False),
+        (r"$2\cdot 5!$", "5!", False),
+        ("<answer>3 + 5!", "5!", False),
+    ],
+)
+def test_a_plain_text_may_end_with_a_factorial(text: str, answer: str, ends: bool) -> None:
+    assert ends_with_factorial(text, answer) is ends
+
+
 def test_long_texts_take_no_time() -> None:
-    for piece in ("= ", "x + ", "5x^2 ", "is ", r"\x ", "\n"):
+    for piece in ("= ", "x + ", "5x^2 ", "is ", r"\x ", "\n", "5!", "5! "):
         require_linear(with_marks, lambda n, p=piece: p * n, 3000)
