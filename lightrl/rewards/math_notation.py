@@ -117,6 +117,7 @@ def with_marks(text: str) -> str:
     """
     if is_marked(text):
         return text
+    text = text.replace("\\%", "%")  # else the number is read without it
     text = _FACTORIAL.sub(lambda found: str(factorial(int(found[1]))), text)
     start, end = _expression_at_end(text)
     if start < end:

@@ -378,6 +378,7 @@ FORMS_WRONG = [
     (r"\boxed{5!}", "5"),
     ("The answer is 5!.", "5"),
     ("It is 5!", "120"),
+    (r"It is 0.79\%.", r"79\%"),
     (r"\boxed{1,2,3}", "1,2"),
     (r"\boxed{\begin{pmatrix}1&3\\2&4\end{pmatrix}}", r"\begin{pmatrix}1 & 2\\ 3 & 4\end{pmatrix}"),
     (r"\boxed{2t}", "2"),

@@ -108,6 +108,7 @@ def test_other_text_stays_as_it_is(text: str) -> None:
         ("It is x = 5", "It is x = 5"),
         ("It is 2 + 3.", "It is 2 + 3."),
         ("It is 1,234!", "It is 1,234!"),
+        (r"It is 0.79\%.", "It is 0.79%."),
         ("It is 5!", "It is 5!"),
         ("It is 5!.", "It is 120."),
         ("5! is it", "120 is it"),
