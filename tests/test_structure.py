@@ -39,7 +39,6 @@ COVERED_BY = {  # what only means something as a whole, on real ranks, is starte
     "strategy/saving/state_reader.py": "strategy/saving/test_state_files.py",
     "strategy/torch_native.py": "strategy/test_contract.py",
     "trainers/earlier_run.py": "trainers/test_run_folder.py",
-    "trainers/loss_terms.py": "trainers/test_objective.py",
     "testing/skipped_updates.py": "strategy/test_single_strategy.py",
     "strategy/megatron/layout.py": "strategy/megatron/test_megatron_strategy.py",
     "strategy/megatron/modules.py": "strategy/megatron/test_megatron_strategy.py",

@@ -4,12 +4,15 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lightrl.comm import Comm
 from lightrl.config import AlgorithmConfig, CheckpointConfig, GRPOConfig, PPOConfig
+from lightrl.data.packing import dummy_batch
 from lightrl.metrics import Statistics
 from lightrl.records import FinishReason, Prompt, Sample, Status
 from lightrl.rewards import NO_REWARD
@@ -20,6 +23,7 @@ from lightrl.trainers.fit import RunConsole, Shown
 from lightrl.trainers.grpo import GRPOTrainer
 from lightrl.trainers.objective import PolicyLoss
 from lightrl.trainers.policy_step import (
+    PolicyUpdates,
     describe_batches,
     describe_rollout,
     describe_update,
@@ -165,6 +169,29 @@ def test_tokens_of_an_environment_are_counted_apart() -> None:
     assert found["tokens/environment"] == 2
     assert found["tokens/response_mean"] == 4.5  # of the policy: 4 and 5
     assert found["tokens/response_max"] == 5
+
+
+def test_ranks_with_unequal_shares_give_the_numbers_of_one_rank() -> None:
+    samples = [sample(0, 3), sample(0, 5), sample(1, 1), sample(1, 7, is_cut=True), sample(2, 4), sample(2, 2)]
+    rewards = [0.5, 0.5, 0.0, 1.0, 0.25, 0.5]
+    statistics = Statistics()
+    for part in (slice(0, 2), slice(2, 6), slice(6, 6)):
+        describe_rollout(samples[part], rewards[part], statistics)
+    assert statistics.reduce(Comm()) == reduced(samples, rewards)
+
+
+def test_the_mismatch_is_a_mean_over_the_trained_tokens_of_all_micro_batches() -> None:
+    updates: Any = SimpleNamespace(stale=frozenset(), _statistics=Statistics())
+    for differences in ([0.5, 9.0], [-0.1, 0.0, 0.2, 9.0]):
+        batch = dataclasses.replace(
+            dummy_batch(temperature=1.0),
+            loss_mask=torch.tensor([value < 9 for value in differences]),
+            sampler_logprobs=torch.full((len(differences),), -1.0),
+        )
+        PolicyUpdates.measure_mismatch(updates, torch.tensor(differences) - 1, batch)
+    # k3 of trainer over engine: exp(d) - 1 - d, 0.1487213, 0.0048374, 0 and 0.0214028
+    wanted = {"mismatch/max_abs": 0.5, "mismatch/mean_abs": 0.2, "mismatch/k3": 0.1749614 / 4}
+    assert updates._statistics.reduce(Comm()) == pytest.approx(wanted, abs=1e-6)
 
 
 def test_a_rank_without_samples_adds_nothing() -> None:

@@ -6,8 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from lightrl.config import CriticConfig, EvalConfig, PPOConfig
+from lightrl.config import CriticConfig, EvalConfig, PPOAlgorithmConfig, PPOConfig
+from lightrl.data.packing import dummy_batch
+from lightrl.metrics import Statistics
+from lightrl.records import TokenScores
 from lightrl.trainers.fit import StepReport
 from lightrl.trainers.ppo import PPOTrainer, _with_mean_advantages
 
@@ -55,3 +59,27 @@ def test_each_model_has_its_rate_and_waits_in_host_memory(trained: tuple[PPOTrai
     _, report = trained
     assert (report.metrics["lr"], report.metrics["critic/lr"]) == (0.02, 0.01)
     assert "memory/waiting_optimizer_gb" in report.metrics
+
+
+@pytest.mark.parametrize(
+    ("kind", "wanted"), [("k1", [1.0, -0.5]), ("k2", [0.5, 0.125]), ("k3", [0.36787944, 0.14872127])]
+)
+def test_the_kl_in_the_reward_is_that_of_the_policy_to_the_reference(kind: Any, wanted: list[float]) -> None:
+    """The policy finds the first token e times likelier than the reference does, the second less likely."""
+    config = PPOConfig(algorithm=PPOAlgorithmConfig(kl_coef=0.1, kl_in_reward=kind))
+    trainer: Any = SimpleNamespace(config=config)
+    columns = {"old_logprobs": {(0, 1): [-1.0, -2.5]}, "ref_logprobs": {(0, 1): [-2.0, -2.0]}}
+    found = PPOTrainer._kl_in_reward(trainer, columns)
+    # e^-1 - 1 + 1, and e^0.5 - 1 - 0.5
+    assert found == {(0, 1): pytest.approx(wanted, abs=1e-7)}
+
+
+def test_the_entropy_of_a_frozen_policy_is_a_mean_over_the_trained_tokens_of_all_micro_batches() -> None:
+    statistics = Statistics()
+    updates = SimpleNamespace(measure_mismatch=lambda *args: None)
+    trainer: Any = SimpleNamespace(statistics=statistics, updates=updates, _is_frozen=True)
+    for entropy in ([1.0, 2.0, 9.0], [6.0, 9.0]):
+        scores = TokenScores(logprobs=torch.zeros(len(entropy)), entropy=torch.tensor(entropy))
+        mask = torch.tensor([value < 9 for value in entropy])
+        PPOTrainer._measure(trainer, scores, replace(dummy_batch(temperature=1.0), loss_mask=mask))
+    assert statistics.reduce(SimpleNamespace(all_gather_object=lambda item: [item])) == {"entropy": 3.0}

@@ -33,16 +33,18 @@ def sample(place: int, length: int, finish_reason: Any) -> Sample:
     )
 
 
-def experience(rewards: tuple[float, float] = (1.0, 0.5)) -> list[Experience]:
-    samples = [sample(0, 3, "stop"), sample(1, 2, "length")]
+def experience(rewards: tuple[float, float] = (1.0, 0.5), finish_reason: str = "length") -> list[Experience]:
+    samples = [sample(0, 3, "stop"), sample(1, 2, finish_reason)]
     return [Experience(sample=s, reward=r, advantage=0.0) for s, r in zip(samples, rewards, strict=True)]
 
 
-def targets(kl: Any = None, kl_coef: float = 0.0, **options: Any) -> tuple[TokenTargets, dict[str, float]]:
+def targets(
+    kl: Any = None, kl_coef: float = 0.0, finish_reason: str = "length", **options: Any
+) -> tuple[TokenTargets, dict[str, float]]:
     statistics = Statistics()
     options = {"advantage_normalization": "none", "advantage_args": ("gamma=0.5", "lam=0.5")} | options
     estimator = TokenAdvantages(PPOAlgorithmConfig(**options))
-    found = estimator.targets(experience(), VALUES, kl, kl_coef, Comm(), statistics)
+    found = estimator.targets(experience(finish_reason=finish_reason), VALUES, kl, kl_coef, Comm(), statistics)
     return found, statistics.reduce(SimpleNamespace(all_gather_object=lambda item: [item]))
 
 
@@ -83,8 +85,9 @@ def test_what_a_tool_wrote_is_no_step_of_the_policy() -> None:
     assert [value == 0 for value in found.advantages[0, 0]] == [False, True, False]
 
 
-def test_a_response_that_was_cut_off_may_go_on() -> None:
-    found, _ = targets(truncation="bootstrap")
+@pytest.mark.parametrize("finish_reason", ["length", "turns", "context"])
+def test_a_response_that_was_cut_off_may_go_on(finish_reason: str) -> None:
+    found, _ = targets(truncation="bootstrap", finish_reason=finish_reason)
     # Only the second: d2 = 0.5 + 0.5 x 0.6 - 0.4 = 0.4; A1 = 0 + 0.25 x 0.4 = 0.1
     near(found.advantages, [-0.328125, 0.1875, 0.25], [0.1, 0.4])
     near(found.returns, [0.171875, 0.4375, 1.0], [0.3, 0.8])
@@ -161,8 +164,8 @@ def test_advantages_may_be_measured_by_all_of_the_run() -> None:
     estimator = TokenAdvantages(options)
     none = {(0, 0): [0.0] * 4, (0, 1): [0.0] * 3}
 
-    def first_advantage() -> float:
-        found = estimator.targets(experience((1.0, 0.0)), none, None, 0.0, Comm(), Statistics())
+    def first_advantage(first_reward: float = 1.0) -> float:
+        found = estimator.targets(experience((first_reward, 0.0)), none, None, 0.0, Comm(), Statistics())
         return found.advantages[0, 0][0]
 
     # Advantages 1, 1, 1, 0, 0: mean 0.6, deviation sqrt(0.24); twice the same leaves both as they are.
@@ -170,6 +173,8 @@ def test_advantages_may_be_measured_by_all_of_the_run() -> None:
     assert first_advantage() == pytest.approx(0.4 / 0.24**0.5, abs=1e-6)
     # Ten tokens, six of 1 and four of 0: 6 x 0.4^2 + 4 x 0.6^2 = 2.4
     assert estimator.state_dict()["advantage_moments"] == pytest.approx([10.0, 0.6, 2.4], abs=1e-6)
+    # A step of five zeros, which has no deviation of its own: six of 1 and nine of 0 have a mean of 0.4.
+    assert first_advantage(0.0) == pytest.approx(-0.4 / 0.24**0.5, abs=1e-6)
     again = TokenAdvantages(options)
     again.load_state_dict(estimator.state_dict())
     assert again.state_dict() == estimator.state_dict()
@@ -202,6 +207,10 @@ def test_turn_returns_discount_by_turn_and_subtract_the_critic() -> None:
     # The second turn has the reward 1, the first 0.5 x 1. Less the critic: 0.5 - 0.2, 1 - 0.75, 1 - 0.5.
     assert found.returns[0, 0] == pytest.approx([0.5, 0.0, 0.0, 1.0, 1.0], abs=1e-6)
     assert found.advantages[0, 0] == pytest.approx([0.3, 0.0, 0.0, 0.25, 0.5], abs=1e-6)
+    # Nothing to read between the turns, the second of which begins with the third token.
+    item = replace(item, sample=replace(turned, own=(), turns=(0, 2)))
+    found = estimator.targets([item], values, None, 0.0, Comm(), Statistics())
+    assert found.returns[0, 0] == pytest.approx([0.5, 0.5, 1.0, 1.0, 1.0], abs=1e-6)
 
 
 def test_a_turn_has_what_it_earned() -> None:

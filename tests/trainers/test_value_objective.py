@@ -58,3 +58,23 @@ def test_the_mean_is_that_of_the_policys_loss() -> None:
     # sequences: (0.18 + 0.125) / 2 and 0.605
     assert_close(loss, torch.tensor((0.1525 + 0.605) / 2), atol=1e-6, rtol=0)
     assert metrics["critic/loss"] == pytest.approx(0.37875, abs=1e-6)
+
+
+def test_the_metrics_are_means_over_the_trained_tokens_of_all_micro_batches() -> None:
+    objective = ValueObjective(CriticConfig(value_clip=0.2), PolicyLoss(AlgorithmConfig()).token_weights)
+    statistics = Statistics()
+    # Halves of the squares: 0.32, held at 0.2 as above; then 0.02, 0.125 and 0.605. Half of the tokens are masked.
+    for values, returns in (([0.4, 7.0], [1.0, 0.0]), ([0.2, 0.5, 1.1, 7.0, 7.0, 7.0], [0.0, 0.0, 0.0, 9.0, 9.0, 9.0])):
+        count = len(values)
+        batch = dataclasses.replace(
+            dummy_batch(temperature=1.0),
+            loss_mask=torch.arange(count) < count / 2,
+            sequence_index=torch.zeros(count, dtype=torch.int64),
+            old_values=torch.tensor([0.0, 0.5, 1.1, 0.0, 0.0, 0.0][:count]),
+            returns=torch.tensor(returns),
+        )
+        scores = StateValues(values=torch.tensor(values), final_values=torch.zeros(1))
+        objective.loss(scores, batch, statistics)
+    found = statistics.reduce(SimpleNamespace(all_gather_object=lambda item: [item]))
+    wanted = {"critic/loss": (0.32 + 0.02 + 0.125 + 0.605) / 4, "critic/clip_fraction": 0.25}
+    assert found == pytest.approx(wanted, abs=1e-6)

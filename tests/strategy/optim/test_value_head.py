@@ -1,5 +1,6 @@
 """Critic warm-up: the head trains first, then all."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 from lightrl.config import StrategyOptions
+from lightrl.strategy.optim.value_head import set_head_rate
 from lightrl.strategy.torch_native import SingleStrategy
 
 
@@ -49,6 +51,8 @@ def test_the_head_trains_alone_for_so_many_steps_then_everything(tmp_path: Path)
     assert len(owned) == 4
     # groups: weights and vectors of the body, weights and vectors of the head
     assert step(strategy, model, optimizer) == (False, True, [0.0, 0.0, 0.1, 0.1])
+    strategy.backward(math.nan * model(torch.ones(1, 3)).sum(), model, optimizer)
+    assert strategy.optimizer_step(optimizer, model, None).skipped  # and so does not count
     strategy.save_ckpt(model, str(tmp_path))
     again, other, other_optimizer = started()
     again.load_ckpt(other, str(tmp_path))
@@ -56,6 +60,14 @@ def test_the_head_trains_alone_for_so_many_steps_then_everything(tmp_path: Path)
         assert step(*run) == (False, True, [0.0, 0.0, 0.1, 0.1])
         assert step(*run) == (True, True, [0.1] * 4)
     assert torch.equal(model.body.weight, other.body.weight)
+
+
+def test_a_rate_of_the_heads_own_is_multiplied_by_the_factor_of_its_name() -> None:
+    model = Critic()
+    parts = ((model.body, 0.1, 1.0), (model.value_head, 0.05, 0.5))
+    optimizer = torch.optim.SGD([{"params": [*part.parameters()], "lr": lr, "lr_scale": x} for part, lr, x in parts])
+    set_head_rate(optimizer, model, 0.4)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
 
 
 def test_what_cannot_be_warmed_up_is_told() -> None:
