@@ -41,12 +41,15 @@ def test_samples_of_other_ranks_are_known() -> None:
 
 def test_staleness_counts_the_tokens_of_the_policy() -> None:
     """Ages at step 3: 2, 0 and, a tool's token apart, 3. The second sample is of two weights."""
-    statistics = Statistics()
-    describe_staleness([made(0, (1,)), made(1, (0, 1, 3), own=(True, False, True))], 3, statistics)
-    metrics = statistics.reduce(Comm())
-    assert metrics["rollout/staleness"] == pytest.approx(5 / 3, abs=1e-6)
-    assert metrics["rollout/staleness_max"] == 3
-    assert metrics["rollout/versions"] == pytest.approx(1.5, abs=1e-6)
+    items = [made(0, (1,)), made(1, (0, 1, 3), own=(True, False, True)), made(2, (1,))]
+    for ranks in ([items], [items[:1], items[1:]]):
+        statistics = Statistics()
+        for mine in ranks:
+            describe_staleness(mine, 3, statistics)
+        metrics = statistics.reduce(Comm())
+        assert metrics["rollout/staleness"] == pytest.approx(7 / 4, abs=1e-6)
+        assert metrics["rollout/staleness_max"] == 3
+        assert metrics["rollout/versions"] == pytest.approx(4 / 3, abs=1e-6)
 
 
 def test_a_rank_without_samples_takes_part() -> None:
