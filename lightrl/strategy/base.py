@@ -42,7 +42,7 @@ from lightrl.strategy.optim.accumulation import accumulation_steps
 from lightrl.strategy.optim.optimizers import TrainedModels, build_lr_scheduler, checked_max_norm
 from lightrl.strategy.optim.parameter_kinds import apply_lr_scales
 from lightrl.strategy.optim.value_head import set_up_value_head
-from lightrl.strategy.own_class import checked_class, no_model, no_optimizer
+from lightrl.strategy.own_class import checked_class, no_model, no_optimizer, no_step
 from lightrl.strategy.results import (
     Batches,
     GroupBatches,
@@ -291,8 +291,9 @@ class StrategyBase(ForeignNames, ABC):
             loss_fn = once_each(self, loss_fn, len(weights))
         loss_sum = self.comm.all_reduce(self._add_gradients(trained, batches, shares, loss_fn, mine), "sum")
         if math.isfinite(loss_sum):
-            made = self.optimizer_step(trained.optimizer, trained.model, trained.scheduler, is_boundary=True)
-            step = made or foreign_steps.unreported_step(trained.optimizer)
+            step = self.optimizer_step(trained.optimizer, trained.model, trained.scheduler, is_boundary=True)
+            if not isinstance(step, OptimizerStep):
+                raise no_step(type(self), step)
         else:
             step = drop_update(self, trained.optimizer, trained.model)
         result = TrainBatchResult(

@@ -132,8 +132,3 @@ def _sum_gradients(parameters: list[Tensor], comm: Comm) -> None:
         if used:
             own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             parameter.grad = comm.all_reduce(own, "sum")
-
-
-def unreported_step(optimizer: Optimizer) -> OptimizerStep:
-    """Returns a report of a step whose method returned None."""
-    return OptimizerStep(grad_norm=math.nan, lr_list=[float(group["lr"]) for group in optimizer.param_groups])

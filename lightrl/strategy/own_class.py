@@ -64,3 +64,12 @@ def no_optimizer(kind: type, returned: object) -> TypeError:
         f"{kind.__name__}.create_optimizer() returned {returned!r}. It must return an optimizer over the model's "
         "trainable parameters, such as torch.optim.AdamW(model.parameters(), lr=kwargs['lr'])."
     )
+
+
+def no_step(kind: type, returned: object) -> TypeError:
+    """Returns the error about an optimizer_step() that does not report its update."""
+    return TypeError(
+        f"{kind.__name__}.optimizer_step() returned {returned!r}. It must return an OptimizerStep of "
+        "lightrl.strategy.results, with the norm of the gradient and the learning rates, such as the result of "
+        "super().optimizer_step(...)."
+    )

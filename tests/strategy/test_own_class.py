@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -14,7 +15,7 @@ from lightrl.strategy import create_strategy
 from lightrl.strategy.base import StrategyBase, strategy_class
 from lightrl.strategy.own_class import checked_class
 from lightrl.strategy.torch_native import SingleStrategy, TorchStrategy
-from lightrl.testing.tiny_training import tiny_policy
+from lightrl.testing.tiny_training import fresh, tiny_policy, train
 
 
 class NoRate(SingleStrategy):
@@ -46,6 +47,14 @@ class SuperLast(SingleStrategy):
 class Forgetful(SingleStrategy):
     def create_optimizer(self, model: nn.Module, **kwargs: Any) -> Any:
         super().create_optimizer(model, **kwargs)
+
+
+class Unreported(SingleStrategy):
+    returned: Any = None
+
+    def optimizer_step(self, *positional: Any, **named: Any) -> Any:
+        super().optimizer_step(*positional, **named)
+        return self.returned
 
 
 class Discarding(SingleStrategy):
@@ -125,3 +134,13 @@ def test_a_strategy_that_returns_no_model_is_named() -> None:
             TypeError, match=r"Discarding.prepare_model\(\) returned None. It must return the model that"
         ):
             prepare(tiny_policy())
+
+
+@pytest.mark.parametrize("returned", [None, 0.5, (0.5, [0.1])])
+def test_a_strategy_that_does_not_report_its_update_is_named(returned: Any) -> None:
+    strategy = create_strategy(GRPOConfig(strategy=f"{__name__}:Unreported"))
+    strategy.setup_distributed()
+    strategy.returned = returned
+    policy, _ = fresh(strategy)
+    with pytest.raises(TypeError, match=rf"Unreported.optimizer_step\(\) returned {re.escape(repr(returned))}\."):
+        train(strategy, policy, 0)
