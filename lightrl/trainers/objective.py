@@ -42,6 +42,7 @@ from lightrl.records import Experience, PackedBatch, TokenScores
 from lightrl.rewards.scoring import has_reward
 from lightrl.trainers.coefficients import Coefficients
 from lightrl.trainers.loss_terms import LossTerm, MicroBatch, optional_terms
+from lightrl.trainers.own_advantage import OwnAdvantage
 from lightrl.trainers.router_terms import RouterTerm
 from lightrl.trainers.token_selection import needs_selection
 
@@ -273,7 +274,7 @@ def _load_with(
         _check_result(kind, function(*trial()))
     except (ValueError, TypeError, ZeroDivisionError) as error:
         raise _failed_trial(str(error), f"--{option}", name, parameters, given) from error
-    return function
+    return OwnAdvantage.of(name, function) if kind == "advantage" and name not in BUILTIN[kind] else function
 
 
 def _check_result(kind: Kind, result: object) -> None:
