@@ -50,6 +50,18 @@ def noted(data, base_url, api_key):
     return {"reward": 1.0, "note": "hi"}
 
 
+def unrewarded(data, base_url, api_key):
+    """A mapping without a reward."""
+    blocking(data, base_url, api_key)
+    return {"score": 1.0, "steps": 2}
+
+
+def left_open(data, base_url, api_key):
+    """A mapping that leaves the reward to the run."""
+    blocking(data, base_url, api_key)
+    return {"reward": None, "steps": 2}
+
+
 class Talker:
     """Forks: both answers to the first question are asked further."""
 

@@ -140,7 +140,12 @@ def episodes_of(session: Session, outcome: Any) -> list[Episode]:
             "given: calls with another key belong to no episode."
         )
     numbers = dict(outcome) if isinstance(outcome, Mapping) else {"reward": outcome}
-    reward = numbers.pop("reward", None)
+    if "reward" not in numbers:
+        raise ValueError(
+            f"The agent returned a mapping of {', '.join(map(str, numbers)) or 'nothing'} without 'reward'. Add the "
+            "reward, or 'reward': None to leave it to --reward."
+        )
+    reward = numbers.pop("reward")
     main = episodes[0]
     main.reward = None if reward is None else _number("reward", reward)
     main.count("calls", len(session.conversations.calls))

@@ -75,6 +75,10 @@ def test_an_agent_that_asks_nothing_fails() -> None:
         episodes("wordy")
     with pytest.raises(ValueError, match="The agent returned note 'hi' of type str"):
         episodes("noted")
+    with pytest.raises(ValueError, match="returned a mapping of score, steps without 'reward'. Add the reward, or"):
+        episodes("unrewarded")
+    [episode] = episodes("left_open")
+    assert (episode.reward, episode.numbers["steps"]) == (None, 2.0)
 
 
 @pytest.mark.parametrize("agent", ["leaves", "leaves_in_a_task"])
