@@ -180,8 +180,7 @@ class ColocatedEngine:
         return ended + [item.partial for item in parked if item.partial is not None] + stopped
 
     def _step(self) -> list[Completion]:
-        finished = self.engine.step()
-        if not isinstance(finished, list):
+        if not isinstance(finished := self.engine.step(), list):
             raise RuntimeError(f"{type(self.engine).__name__}.step() returned {finished!r:.80}: no list of Completion.")
         return finished
 
@@ -374,16 +373,12 @@ def _describe_bad_level(engine: InferenceEngine, level: int) -> str:
 
 def _problem_of(item: Completion, running: Collection[int], vocab_size: int) -> str | None:
     """Describes what an engine must not return; running: the requests that still lack a sample."""
-    if not isinstance(item, Completion):
-        return f"{item!r:.80} where a Completion must be"
-    if item.request_id not in running:
-        return f"a sample of request {item.request_id}, of which no sample is running"
-    ids = item.output_token_ids
-    if not len(ids) == len(item.logprobs) == len(item.versions):
-        return f"{len(ids)} tokens with {len(item.logprobs)} logprobs and {len(item.versions)} versions"
-    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-        return f"token ids from {min(ids)} to {max(ids)}, and the vocabulary has {vocab_size}"
-    return None
+    if not isinstance(item, Completion) or item.request_id not in running:
+        return f"{item!r:.100}, which is no Completion of a running request"
+    ids, lengths = item.output_token_ids, (len(item.output_token_ids), len(item.logprobs), len(item.versions))
+    if len(set(lengths)) == 1 and (not ids or 0 <= min(ids) <= max(ids) < vocab_size):
+        return None
+    return f"tokens, logprobs and versions of lengths {lengths}, with ids {ids!r:.50} of a vocabulary of {vocab_size}"
 
 
 def _describe_not_ready(phase: _Phase) -> str:

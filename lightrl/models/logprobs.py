@@ -103,10 +103,9 @@ def chosen_logprobs(
     Returns:
         The log-probabilities, [N], and the entropies, [N].
     """
-    dtype = weight.dtype
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-    with torch.autocast(hidden.device.type, enabled=False):
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    with torch.autocast(device, enabled=False):
         held = None if bias is None else bias.to(dtype).clamp(min=LOWEST)
         logprobs, entropy = _ChosenLogprobs.apply(  # type: ignore[no-untyped-call]
             hidden.to(dtype), weight.to(dtype), held, targets, transform

@@ -95,8 +95,7 @@ def _build_prompts(run: RunContext, records: Sequence[Any], source: str, room: i
     """Returns the prompts, and the tokens of the longest of them with `room` for its response."""
     if not records:
         return [], 0
-    config: RolloutConfig = run.config
-    data = config.data
+    data = run.config.data
     if data.answer_field != "answer":  # not every reward needs it
         _require_answers(records, data.answer_field, source)
     if run.context <= room:
@@ -112,7 +111,7 @@ def _build_prompts(run: RunContext, records: Sequence[Any], source: str, room: i
         vocab_size=run.vocab_size,
     )
     longest = max(prompt.num_tokens for prompt in prompts) + room
-    run.longest_sequences.append(longest if run.workflow is None else longest_episode(config, run.context))
+    run.longest_sequences.append(longest if run.workflow is None else longest_episode(run.config, run.context))
     return prompts, longest
 
 
@@ -386,8 +385,8 @@ def sync_engine(trainer: Trainer) -> None:
 
 def describe_rollout(samples: Sequence[Sample], rewards: Sequence[float], statistics: Statistics) -> None:
     """Adds the reward and length statistics of this rank's samples; a failed episode, without a turn, has no length."""
-    scored = [pair for pair in zip(samples, rewards, strict=True) if has_reward(pair[1])]
-    if scored:  # if no sample on any rank has a reward, there is no mean, and 0 would look like one
+    # If no sample on any rank has a reward, there is no mean, and 0 would look like one.
+    if scored := [pair for pair in zip(samples, rewards, strict=True) if has_reward(pair[1])]:
         statistics.values("reward/mean", [reward for _, reward in scored])
     groups = [[reward for _, reward in group] for _, group in groupby(scored, key=lambda pair: pair[0].position)]
     if len({sample.position for sample in samples}) < len(samples):  # otherwise nothing could be compared

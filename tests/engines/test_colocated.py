@@ -275,12 +275,15 @@ SAMPLE = Completion(
     ("returned", "text"),
     [
         (None, r"RecordingEngine.step\(\) returned None: no list of Completion"),
-        (["a text"], "RecordingEngine returned 'a text' where a Completion must be"),
-        ([replace(SAMPLE, logprobs=(-1.0,))], "returned 2 tokens with 1 logprobs and 2 versions"),
-        ([replace(SAMPLE, request_id=7)], "returned a sample of request 7, of which no sample is running"),
-        ([SAMPLE, SAMPLE], "(of request 0, of which no sample is running|2 completions for 1 samples)"),
-        ([replace(SAMPLE, output_token_ids=(0, 10))], "token ids from 0 to 10, and the vocabulary has 10"),
-        ([replace(SAMPLE, output_token_ids=(-1, 9))], "token ids from -1 to 9, and the vocabulary has 10"),
+        (["a text"], "RecordingEngine returned 'a text', which is no Completion of a running request"),
+        ([replace(SAMPLE, logprobs=(-1.0,))], r"returned tokens, logprobs and versions of lengths \(2, 1, 2\)"),
+        (
+            [replace(SAMPLE, request_id=7)],
+            r"returned Completion\(request_id=7, .* no Completion of a running request",
+        ),
+        ([SAMPLE, SAMPLE], r"(request_id=0, .* which is no Completion of a running|2 completions for 1 samples)"),
+        ([replace(SAMPLE, output_token_ids=(0, 10))], r"with ids \(0, 10\) of a vocabulary of 10"),
+        ([replace(SAMPLE, output_token_ids=(-1, 9))], r"with ids \(-1, 9\) of a vocabulary of 10"),
     ],
 )
 def test_what_an_engine_must_not_return_is_named(

@@ -206,8 +206,7 @@ class RowCache(Cache):
         return views.keys, views.values
 
     def _views_of(self, layer_idx: int, part: int) -> _Views:
-        views = self._views.get((layer_idx, part))
-        if views is None:
+        if (views := self._views.get((layer_idx, part))) is None:
             chosen, layer = self.decode_phase.parts[part], self.layer(layer_idx)
             keys, values = (whole[chosen.rows, :, : chosen.num_read] for whole in (layer.keys, layer.values))
             views = self._views[layer_idx, part] = _Views(

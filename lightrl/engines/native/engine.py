@@ -104,8 +104,7 @@ def empty_copy(source: PreTrainedModel, dtype: torch.dtype, device: torch.device
         model: PreTrainedModel = model_loader(config).from_config(config, dtype=dtype, attn_implementation=attention)
     model.to_empty(device=device)
     model.tie_weights()
-    is_meta = any(buffer.is_meta for buffer in source.buffers())
-    if is_meta:
+    if is_meta := any(buffer.is_meta for buffer in source.buffers()):
         compute_buffers(model)
     if varies_with_length(config):  # a source that was not fixed would differ from the engine
         fix_frequencies(source)
@@ -156,8 +155,7 @@ class NativeEngine(InferenceEngine):
         self.max_model_len = _checked_length(max_model_len, positions) if max_model_len else positions
         self.vocab_size = int(config.vocab_size)
         self.max_num_seqs = max_num_seqs
-        outside = [token for token in eos_token_ids if not 0 <= token < self.vocab_size]
-        if outside:
+        if outside := [token for token in eos_token_ids if not 0 <= token < self.vocab_size]:
             raise outside_vocabulary(outside, self.vocab_size)
         if varies_with_length(config):
             fix_frequencies(model, fixed_length(model) or self.max_model_len)

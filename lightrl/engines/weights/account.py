@@ -70,8 +70,7 @@ class WeightAccount:
     def accept(self, name: str, tensor: Tensor) -> bool:
         """Returns whether the engine should load the tensor; if not, records a problem."""
         is_new = name in self._shapes and name not in self._arrived
-        is_good = is_new and self._shapes[name] in (None, tuple(tensor.shape))
-        if not is_good:
+        if not (is_good := is_new and self._shapes[name] in (None, tuple(tensor.shape))):
             self.add_problem(self._describe_problem(name, tensor))
         self._arrived.add(name)
         return is_good
@@ -103,8 +102,7 @@ class WeightAccount:
 
     def remember_copy(self, name: str, tensor: Tensor, parameter: Tensor) -> None:
         """Remembers values in less time for a parameter of the same shape that keeps its memory."""
-        values = few_values(tensor)
-        if values is None:
+        if (values := few_values(tensor)) is None:
             self.remember_values(name, tensor, parameter)
         else:
             self._copies.append((name, values.to(parameter.device, parameter.dtype, copy=True), parameter))

@@ -280,8 +280,7 @@ def innermost(model: Any) -> nn.Module:
     if isinstance(model, PreTrainedModel):
         return model
     for attribute in ("hf", "module", "_orig_mod"):
-        inner = getattr(model, attribute, None)
-        if isinstance(inner, nn.Module):
+        if isinstance(inner := getattr(model, attribute, None), nn.Module):
             return innermost(inner)
     return _inside_peft_or_actor(model)
 

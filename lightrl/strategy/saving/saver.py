@@ -106,9 +106,7 @@ class TrainingStateSaver:
         folder = comm.broadcast_object(path)
         assert folder is not None
         with comm.phase("checkpoint"):
-            writers = [
-                self._write(folder / name, models[name], {} if name else client_state) for name in sorted(models)
-            ]
+            writers = [self._write(folder / key, models[key], {} if key else client_state) for key in sorted(models)]
         with comm.phase("checkpoint", local=True):
             for error in (writer.error for writer in writers if writer.error is not None):
                 raise error

@@ -182,8 +182,7 @@ class ColocatedServing:
         with comm.phase("weight sync", late=WeightSyncError):  # raised only after all pairs were consumed
             report = update(self.source.full_parameters(model, dtype), version, expected=expected)
         self._model, engine.version = model, version  # only now that every rank has them
-        every = self._options.canary_every
-        if every and self.num_syncs % every == 0 and can_score(model):
+        if (every := self._options.canary_every) and self.num_syncs % every == 0 and can_score(model):
             report = replace(report, canary=self.canary.check(engine, model, dtype, comm))
         self.num_syncs += 1
         self.last_sync = report
