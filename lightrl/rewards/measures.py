@@ -30,7 +30,7 @@ _MEASURE = re.compile(
 _UNIT_AT_END = re.compile(rf"(?:\\[a-z]+|(?<![A-Za-z])[A-Za-z]|[\d)}}\]]) ({_UNIT}|m(?:{_POWER})?|[gs])$")
 _PRODUCT = re.compile(rf"({_NUMBER})([A-Za-z]{{1,2}})")
 _LETTERS = {"m": "meter", "g": "gram", "s": "second"}  # units that are read as variables after a number
-_BASE = re.compile(r"(?<![\w^{])[\d.,]+\)? *_ *(?:(\d+)|\{(\d+)\})(?=[.\s]*$)")
+_BASE = re.compile(r"(?<![\w^{.,])[\d.,]+\)? *_ *(?:(\d+)|\{(\d+)\})(?=[.\s]*$)")
 _IN_TEXT = re.compile(r"\\(?:text(?:rm|normal)?|mathrm|mbox|operatorname) *\{([^{}]*)\}")
 _SPACES = re.compile(r"(?:[ \t~]|\\[,;:! ]|\\q?quad(?![A-Za-z]))+")
 _DEGREES = re.compile(r"\^ *(?:\\circ|\{ *\\circ *\})|\u00b0")

@@ -106,7 +106,9 @@ def test_bytes_that_are_not_utf8_are_named(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_names_what_is_accepted(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no.jsonl: there is no such file. A data set is a .jsonl, .*builtin:addition-heldout"):
+    with pytest.raises(
+        FileNotFoundError, match=r"no.jsonl: there is no such file. A data set is a .jsonl, .*builtin:addition-heldout"
+    ):
         load_records(str(tmp_path / "no.jsonl"))
 
 

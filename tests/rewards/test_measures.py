@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+from linear_time import require_linear
 
 from lightrl.rewards.measures import (
     has_other_base,
@@ -81,3 +82,8 @@ def test_a_number_with_an_index_has_another_base_only_than_one_with_another_inde
     assert has_other_base("It is 101_10.", "$101_{2}$")
     for text, answer in ((r"\boxed{101_{2}}", "101_2"), ("101", "101_2"), ("101_2", "101"), ("2+b_2", "b_2+a_1")):
         assert not has_other_base(text, answer)
+
+
+@pytest.mark.parametrize("piece", ["1,", "1.", "1 ", "1)", "101_", "_2", "101_{2} "])
+def test_a_base_is_looked_for_in_linear_time(piece: str) -> None:
+    require_linear(lambda text: has_other_base(text, "101_2"), lambda n: piece * n, 8_000)
