@@ -31,7 +31,8 @@ class AccumulationByCalls(UpdateHook):
     def may_update(self, comm: Comm) -> bool:
         """Returns whether every loss of every rank was finite; the gradient may be finite even if a loss was not.
 
-        Ranks may have made different numbers of calls, as at the end of their data, but must divide by one number.
+        Under ddp, ZeRO 0 and ZeRO 1, ranks may have made different numbers of calls, as at the end of their data, but
+        must divide by one number. Under fsdp, ZeRO 2 and ZeRO 3, whose micro-batches have collectives, they would hang.
         """
         own = {"share": self._num_calls / self._num_wanted, "is_finite": float(self._is_finite)}
         mean = comm.all_reduce(own)

@@ -1,5 +1,6 @@
 """Accumulation by calls, and the arithmetic of batch sizes."""
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,12 @@ from torch import nn
 from lightrl.comm import Comm, known_world
 from lightrl.strategy.optim.accumulation import accumulation_of, accumulation_steps
 from lightrl.strategy.torch_native import SingleStrategy
+from lightrl.testing import run_spmd
+
+PROGRAM = Path(__file__).parents[2] / "programs" / "unequal_calls_program.py"
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason='needs DeepSpeed: pip install "lightrl[deepspeed]"'
+)
 
 
 def test_calls_are_counted_for_each_optimizer() -> None:
@@ -48,6 +55,16 @@ def test_ranks_that_made_different_numbers_of_calls_divide_by_the_same_number() 
         divisors.append(accumulation.gradient_divisor())
     assert divisors == [0.625, 0.625]  # 5 micro-batches, where 2 ranks x 4 were expected
     assert not accumulation.may_update(OneOfTwoRanks({"share": 1.0, "is_finite": 0.0}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "zero_stages",
+    [pytest.param((), id="ddp, fsdp"), pytest.param("0123", marks=[needs_deepspeed, pytest.mark.engine], id="ZeRO")],
+)
+def test_a_rank_may_make_fewer_calls_or_fill_up_with_a_weight_of_0(zero_stages: tuple[str, ...] | str) -> None:
+    """Every strategy allows the second, and ddp, ZeRO 0 and ZeRO 1 the first: the update is that of one process."""
+    assert run_spmd(PROGRAM, *zero_stages, world_size=2, timeout_s=120).count("all checked") == 2
 
 
 def test_one_loss_that_is_not_finite_spoils_the_update_that_it_belongs_to() -> None:
