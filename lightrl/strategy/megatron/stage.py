@@ -60,6 +60,8 @@ def core_config(shape: Shape, ranks: Ranks, *, recompute: bool) -> Any:
         "tensor_model_parallel_size": sizes.tp,
         "pipeline_model_parallel_size": sizes.pp,
         "virtual_pipeline_model_parallel_size": sizes.vpp if sizes.vpp > 1 else None,
+        # A send that is waited for could wait for a stage that waits for this one.
+        "overlap_p2p_comm": sizes.vpp > 1,
         "context_parallel_size": sizes.cp,
         "sequence_parallel": ranks.sequence_parallel,
     }

@@ -111,6 +111,20 @@ def test_dictionaries_of_rows_and_steps_of_a_schedule_equal_plain_training(tmp_p
             assert_close(torch.tensor(found[name][part]), torch.tensor(found["single"][part]), atol=2e-6, rtol=1e-6)
 
 
+def test_stages_of_chunks_with_as_many_micro_batches_as_stages(tmp_path) -> None:
+    """One stage then runs all forwards first, while the next one sends a gradient to it and receives from it."""
+    chunks = f"--strategy {CPU} --megatron.pp_size 4 --megatron.vpp_size 2"
+    found = []
+    for name, world, flags in (("single", 1, "--strategy single"), ("chunks", 4, chunks)):
+        path = tmp_path / f"{name}.json"
+        run_spmd(FOLDER / "chunks_ranks.py", str(path), *flags.split(), world_size=world, timeout_s=200, cwd=FOLDER)
+        found.append(json.loads(path.read_text()))
+    single, staged = found
+    assert_close(torch.tensor(staged["steps"]), torch.tensor(single["steps"]), atol=1e-6, rtol=1e-5)
+    for one, other in zip(staged["logprobs"], single["logprobs"], strict=True):
+        assert_close(torch.tensor(one), torch.tensor(other), atol=1e-5, rtol=0)
+
+
 def test_checkpoints_that_move_between_strategies_and_a_reward_model(tmp_path) -> None:
     """A sample of benchmarks/megatron_grid.py, which moves those of every family; and a training split by tensors.
 
