@@ -60,7 +60,7 @@ def core_config(shape: Shape, ranks: Ranks, *, recompute: bool) -> Any:
         "tensor_model_parallel_size": sizes.tp,
         "pipeline_model_parallel_size": sizes.pp,
         "virtual_pipeline_model_parallel_size": sizes.vpp if sizes.vpp > 1 else None,
-        # A send that is waited for could wait for a stage that waits for this one.
+        # Otherwise a stage waits until its message is taken by one that waits for a message of this stage: a deadlock.
         "overlap_p2p_comm": sizes.vpp > 1,
         "context_parallel_size": sizes.cp,
         "sequence_parallel": ranks.sequence_parallel,
