@@ -176,6 +176,8 @@ def _config_path(args: Sequence[str]) -> str:
             path = following
         elif arg.startswith("--config="):
             path = arg.removeprefix("--config=")
+    if not path and args[-1] != "--config":
+        raise ValueError("--config is empty, as a shell variable without a value is. Name a file, or leave it out.")
     return path
 
 

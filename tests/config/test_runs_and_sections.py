@@ -78,6 +78,8 @@ def test_a_saved_config_reads_back(tmp_path: Path) -> None:
     ("argv", "text"),
     [
         (["--stratgy", "fsdp"], "--strategy STR"),
+        (["--config", "", "--max_steps", "1"], "--config is empty"),
+        (["--config="], "Name a file, or leave it out"),
         (["--fsdp.cpu_offlod", "True"], "--fsdp.cpu_offload {True,False}"),
         (["--lr", "fast"], "Error parsing --lr: could not convert string to float: 'fast'"),
         (["--dtype", "float8"], "invalid choice 'float8' for argument '--dtype'"),
