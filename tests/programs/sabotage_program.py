@@ -75,6 +75,7 @@ def check_behind_the_door(strategy, policy):
 
     def load_and_spoil(weights, version):
         honest(weights, version)
+        strategy.comm.barrier()  # under fsdp the ranks map the same memory, which another one may still compare
         with torch.no_grad():
             dict(engine.model.named_parameters())[VICTIM].mul_(1.5)
 
