@@ -31,6 +31,7 @@ from lightrl.config import (
     parse_config,
     print_text,
 )
+from lightrl.config.help import whole_help
 from lightrl.models.lora import require_peft
 from lightrl.models.option_names import naming
 from lightrl.models.policy import check_model_folder, load_config
@@ -43,6 +44,7 @@ from lightrl.strategy.layout.meshes import MeshSizes, check_mesh
 from lightrl.strategy.layout.tensor_parallel import check_parameters, check_splits
 
 _UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_HELP = ("-h", "--help", "--help-all")
 _RESPONSE = 512  # assumed tokens of an example, as data is not read
 
 
@@ -74,14 +76,24 @@ def plan(trainers: Any, arguments: Sequence[str]) -> int:
     trainers: the trainers' config classes by name.
     """
     name, words = (arguments[0], list(arguments[1:])) if arguments else ("--help", [])
-    if name in ("-h", "--help", "--help-all") or name not in trainers:
-        if name not in ("-h", "--help", "--help-all"):
-            told = f"lightrl plan {name}: choose one of {', '.join(trainers)}, such as lightrl plan grpo."
-            exit_with_user_error(ValueError(told))
-        parse_config(PlanConfig, ["--help-all"], f"lightrl plan {'|'.join(trainers)} [OPTIONS OF THE TRAINER]")
+    if name in _HELP:
+        return _print_help("|".join(trainers))
+    if name not in trainers:
+        told = f"lightrl plan {name}: choose one of {', '.join(trainers)}, such as lightrl plan grpo."
+        exit_with_user_error(ValueError(told))
+    if words and words[-1] in _HELP:
+        return _print_help(name)
     own, rest = _split(words)
     config = parse_config(trainers[name], rest, f"lightrl plan {name}")
     return _plan(config, parse_config(PlanConfig, own, f"lightrl plan {name}"), name)
+
+
+def _print_help(name: str) -> int:
+    print_text(
+        f"{whole_help(PlanConfig, f'lightrl plan {name} [OPTIONS OF THE TRAINER]')}\n\n"
+        f"lightrl train {name} --help explains the options of the trainer."
+    )
+    return 0
 
 
 def dry_run(config: RunConfig) -> int:
