@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -248,8 +249,9 @@ def _train(recipe: Recipe, on_progress: Callable[[str], None]) -> PreTrainedMode
             initializer_range=recipe.initializer_range,
         )
         model = _random_model(config, generator)
-        _fit(model, recipe, recipe.learn, generator, lambda text: on_progress(f"learning sums: {text}"))
-        _fit(model, recipe, recipe.blur, generator, lambda text: on_progress(f"blurring them: {text}"))
+        for phase, doing in ((recipe.learn, "learning sums"), (recipe.blur, "unlearning most of them")):
+            tell = partial(_tell, on_progress, f"making the built-in model: {doing}")
+            _fit(model, recipe, phase, generator, tell)
     model.eval()
     return model
 
@@ -280,6 +282,10 @@ def _fit(
             on_progress(f"step {step + 1} of at most {phase.max_steps}, accuracy {accuracy:.2f}")
             if phase.is_over(accuracy):
                 return
+
+
+def _tell(on_progress: Callable[[str], None], doing: str, text: str) -> None:
+    on_progress(f"{doing}, {text}")
 
 
 def _learning_rate(phase: Phase, warmup_steps: int, step: int) -> float:

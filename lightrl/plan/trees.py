@@ -18,7 +18,7 @@ from lightrl.sharing.tree import LEAST_SAVED, PrefixTree, prefix_tree
 
 
 def saved_by(num_sequences: int, num_shared: int) -> int:
-    """Returns the tokens that a common beginning of sequences saves; 0 if too few to be worth a part of a tree."""
+    """Returns the tokens that a common prefix of sequences saves; 0 if too few to be worth a part of a tree."""
     saved = (num_sequences - 1) * num_shared
     return saved if saved >= LEAST_SAVED else 0
 
@@ -27,9 +27,9 @@ def paper_tree(families: Sequence[int], num_shared: int, num_own: int) -> Prefix
     """Returns the tree of a pack; None if it saves nothing.
 
     Args:
-        families: sequences with each beginning.
-        num_shared: tokens of a beginning.
-        num_own: tokens of a sequence after its beginning.
+        families: sequences with each prefix.
+        num_shared: tokens of a prefix.
+        num_own: tokens of a sequence after its prefix.
     """
     tokens = np.zeros((sum(families), num_shared + num_own), dtype=np.int64)
     tokens[:, 0] = np.repeat(np.arange(len(families)), families)

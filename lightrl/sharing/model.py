@@ -1,4 +1,4 @@
-"""Makes a policy or a critic compute the common beginnings in a pack once, with hooks around its decoder.
+"""Makes a policy or a critic compute the common prefixes in a pack once, with hooks around its decoder.
 
 share_by_itself() is --share_prompts auto: it changes no pack; each model finds what the sequences of a pack share.
 """
@@ -111,7 +111,7 @@ def share_by_itself(trainer: Any) -> None:
     for scorer in shared:
         _decoder_of(scorer).prompt_sharing.statistics = trainer.statistics
     if shared:
-        trainer.batches = "; ".join(filter(None, (trainer.batches, "common beginnings are computed once")))
+        trainer.batches = "; ".join(filter(None, (trainer.batches, "common prefixes are computed once")))
 
 
 def attach_sharing(model: nn.Module, strategy: StrategyBase) -> None:

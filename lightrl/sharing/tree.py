@@ -1,6 +1,6 @@
 """The tree of a pack: tokens with which several of its sequences begin are computed once.
 
-A hidden state depends only on the tokens up to its own, so sequences have the same states in a common beginning. Cut
+A hidden state depends only on the tokens up to its own, so sequences have the same states in a common prefix. Cut
 where they part, the sequences are the paths of a tree: a prompt with responses as branches, or the turns of a
 conversation. Segments are laid out parent first, each followed by all of its descendants.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 from lightrl.records import PackedBatch
 from lightrl.sharing.images import identified, kept_features
 
-LEAST_SAVED = 4  # tokens that a common beginning must save, as each beginning costs some calls in every layer
+LEAST_SAVED = 4  # tokens that a common prefix must save, as each prefix costs some calls in every layer
 
 _KEY, _WIDTH = ">i8", 8  # big-endian, so that the bytes sort like the integers
 Tokens = NDArray[np.int64]
@@ -51,7 +51,7 @@ class PrefixTree:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedBatch(PackedBatch):
-    """A pack with a tree, whose common beginnings are computed once; its tensors are those of whole sequences."""
+    """A pack with a tree, whose common prefixes are computed once; its tensors are those of whole sequences."""
 
     tree: PrefixTree
 
@@ -69,7 +69,7 @@ class KeptBatch(PackedBatch):
 
 
 def share(batch: PackedBatch) -> PackedBatch:
-    """Returns a pack on the CPU with its tree and each image once; with no tree if no beginning is worth sharing."""
+    """Returns a pack on the CPU with its tree and each image once; with no tree if no prefix is worth sharing."""
     batch, tree = tree_of(batch)
     return batch if tree is None else with_tree(batch, tree)
 

@@ -214,7 +214,7 @@ def test_answer_nll_scores_the_same_tokens_as_the_whole_sequence() -> None:
 def test_model_folder_is_made_once(quick_recipe: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     folder = builtin_model_path(cache_dir=tmp_path, on_progress=told.append)
-    assert told[0].startswith("learning sums: step 1 of at most 2, accuracy 0.")
+    assert told[0].startswith("making the built-in model: learning sums, step 1 of at most 2, accuracy 0.")
     assert folder.name == f"addition-{QUICK.fingerprint()}"
     before = _snapshot(folder)
     monkeypatch.setattr(builtin, "_train", None)  # a second training would be a TypeError

@@ -224,7 +224,7 @@ def test_models_that_can_find_what_is_common_in_any_pack() -> None:
     policy, reference = Policy(hf_model("qwen3")), Policy(hf_model("qwen3_moe"))
     trainer = trainer_of(model=policy, policy=policy, reference=reference, teacher=None, critic=torch.nn.Linear(1, 1))
     share_by_itself(trainer)
-    assert trainer.batches == "2 prompts; common beginnings are computed once"
+    assert trainer.batches == "2 prompts; common prefixes are computed once"
     whole, _ = batches()
     plain = scored(Policy(hf_model("qwen3")), whole)
     assert computed_share(trainer) == 1.0  # the check is no part of a step

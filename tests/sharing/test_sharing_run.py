@@ -140,7 +140,7 @@ def test_ranks_that_split_a_group_learn_the_same(toy: Path, tmp_path: Path, shar
         *(*sharing_flags, "--eval.every", "0", "--output_dir", str(folder)),
     ]
     output = run_spmd(SCRIPT, *flags, world_size=2, timeout_s=240)
-    assert ("common beginnings are computed once" in output) == (not sharing_flags)
+    assert ("common prefixes are computed once" in output) == (not sharing_flags)
     (shared,) = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert shared["tokens/computed_share"] < 0.9
     assert shared["balance/max_over_mean"] < 1.3
