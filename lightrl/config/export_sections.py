@@ -16,7 +16,8 @@ class ExportConfig:
     """When the model is exported during a run; final/ at the end is always written."""
 
     every: int = option(0, at_least=0)
-    """Steps between two exports, Hugging Face folders exports/step-N in the run's folder with a model card. 0: none."""
+    """Steps between exports. An export is a Hugging Face folder with a model card, exports/step-N in the run's folder.
+    0: none."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -24,8 +25,8 @@ class HubConfig:
     """The repository that models are uploaded to."""
 
     push: str = ""
-    """Repository of the Hugging Face hub, such as me/my-model, to which each export and the final model are uploaded.
-    The token is that of `hf auth login` or HF_TOKEN. Empty: upload nothing."""
+    """Repository on the Hugging Face Hub, such as me/my-model, to which each export and the final model are uploaded.
+    The token comes from `hf auth login` or HF_TOKEN. Empty: upload nothing."""
     private: bool = True
     """Make the repository private if it does not exist yet."""
 

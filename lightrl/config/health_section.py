@@ -13,8 +13,8 @@ class HealthConfig:
 
     max_bad_steps: int = option(0, at_least=0)
     """Stop after this many bad steps in a row. A step is bad if an update was skipped, a metric is not finite, or a
-    limit of --health.* is passed. GRPO and PPO keep the last batch for `lightrl replay`. 0: warn and go on, but
-    stop after 10 steps in a row of which a workflow rejected every sample."""
+    limit of --health.* is passed. GRPO and PPO keep the last batch for `lightrl replay`. 0: only warn, but stop after
+    10 steps in a row in which a workflow rejected every sample."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -31,13 +31,13 @@ class RolloutHealthConfig(HealthConfig):
     """A step is bad if more than this share of its episodes (--rollout.workflow) failed; reward/mean leaves them
     out."""
     min_response_tokens: float = option(1.0, at_least=0)
-    """A step is bad if its responses have no more tokens than this on average; an empty response is an end token alone.
+    """A step is bad if its responses have this many tokens or fewer on average; an empty response is a lone end token.
     0: never."""
 
 
 @dataclass(kw_only=True, slots=True)
 class GroupHealthConfig(RolloutHealthConfig):
-    """When a step counts as bad in a run that compares the samples of a prompt with each other."""
+    """When a step counts as bad, and when a run stops because of bad steps."""
 
     max_equal_groups: float = option(0.99, at_least=0, at_most=1)
-    """A step is bad if more than this share of its prompts got the same reward for all samples."""
+    """A step is bad if, for more than this share of its prompts, all samples got the same reward."""

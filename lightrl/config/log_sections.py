@@ -18,8 +18,8 @@ class LogConfig:
     tensorboard: bool = True
     """Write TensorBoard files beside metrics.jsonl."""
     to: str = option("", resume="free")
-    """Loggers that get the same metrics, separated by commas: wandb, trackio, mlflow, swanlab, tensorboard, or a class
-    of your own as package.module:Class. Each is an extra of its name; docs/metrics.md has their settings."""
+    """Loggers that get the same metrics, separated by commas: wandb, trackio, mlflow, swanlab (each needs the extra of
+    its name), tensorboard, or a class of your own as package.module:Class. docs/metrics.md has their settings."""
 
     @property
     def loggers(self) -> tuple[str, ...]:
@@ -34,13 +34,13 @@ class LogConfig:
 
 @dataclass(kw_only=True, slots=True)
 class RolloutLogConfig(LogConfig):
-    """What a run that samples responses logs besides metrics.jsonl."""
+    """What a run logs besides metrics.jsonl, with its samples."""
 
     samples_per_step: int = option(4, at_least=0)
     """Number of samples written to samples.jsonl at each step."""
     tokens: bool = False
     """Write each token of these samples with its advantage, ratio, mask, weight version, logprob and entropy, and each
-    reward of a sum, for `lightrl report`."""
+    of several rewards, for `lightrl report`."""
 
 
 def check_loggers(names: Sequence[str]) -> None:

@@ -16,8 +16,8 @@ class NativeEngineConfig:
     max_num_seqs: int = option(256, at_least=1)
     """Number of sequences decoded at the same time on a rank; more requests wait their turn."""
     lookup: int = option(0, at_least=0, at_most=64)
-    """Number of tokens to guess per step from what followed the same words earlier in a sample's text. The samples are
-    the same as without guesses; texts that repeat themselves take fewer steps where few samples run. 0: no guesses."""
+    """Number of tokens to guess per step, from what followed the same tokens earlier in the sample. Guesses do not
+    change the samples; they save steps where texts repeat themselves and few samples run. 0: no guesses."""
     cuda_graphs: bool = True
     """On a GPU, replay decode steps as CUDA graphs: two to three times as fast. For Llama, Mistral, Qwen2 and Qwen3
     without adapters, guesses or --distributed.deterministic; has no effect elsewhere."""
@@ -25,9 +25,9 @@ class NativeEngineConfig:
     """Let the engine read the trainer's own weights: they are in memory once, and a weight sync copies nothing.
     Strategies single and ddp in float32, without LoRA."""
     cpu_kernels: bool = False
-    """On a CPU, compute what is not a matrix product with C code that is compiled at the start, which takes a second;
-    with AMX also matrix products, with AVX-512 VNNI also the proofs of a weight sync. Needs a C compiler. For Llama,
-    Mistral, Qwen2 and Qwen3."""
+    """On a CPU, use C kernels for everything but matrix products, and with AMX for these too; with AVX-512 VNNI also
+    for the proofs of a weight sync. They are compiled at the start, in about a second, and need a C compiler. For
+    Llama, Mistral, Qwen2 and Qwen3."""
 
 
 def check_cpu_kernels(config: Any) -> None:

@@ -57,25 +57,25 @@ class ScheduleConfig:
 
     over_issue: float = option(0.0, at_least=0, at_most=100)
     """Additional prompts to start at each step, as a share of num_prompts, such as 0.5. A step ends with the first
-    num_prompts groups that may be trained; the others go on in the next step. 0: every step waits for all that it
+    num_prompts groups that may be trained; the others continue in the next step. 0: every step waits for all that it
     started."""
     partial: bool = True
-    """How a group goes on in the next step. True: its samples continue where they stopped, under the new weights.
-    False: samples that are not finished begin again at their prompt."""
+    """How an unfinished group continues in the next step. True: its samples go on where they stopped, under the new
+    weights. False: unfinished samples begin again at their prompt."""
     keep_cache: bool = False
-    """Let samples that go on in the next step keep the keys and values of the weights that made them, instead of
-    computing their tokens again under the new weights. This is faster, but no longer what the trainer computes
-    (docs/schedules.md). Engine native, with --rollout.over_issue."""
+    """Let samples that continue in the next step keep the keys and values of the weights that made them, instead of
+    recomputing them under the new weights. This is faster, but no longer what the trainer computes (docs/schedules.md).
+    Engine native, with --rollout.over_issue."""
     max_staleness: int = option(0, at_least=0, at_most=1000)
     """Maximum age of a group when it is trained, in steps since the weights that it was started under. A step waits for
     a group that would become older, unless --rollout.late says otherwise."""
     late: Literal["wait", "drop"] = option("wait")
     """What happens to a group that would become older than max_staleness. wait: a step waits for it. drop: no step
-    waits for it; once it is too old it is dropped, and another prompt takes its place. With over_issue, or with
+    waits for it; once it is too old it is dropped, and another prompt takes its place. Needs --rollout.over_issue or
     --rollout_ranks."""
     on_policy_min_ratio: float = option(0.0, at_least=0, at_most=1)
     """Share of a step's groups that must have been started under its own weights, such as 0.5; a step waits for them.
-    With late drop."""
+    Needs --rollout.late drop."""
     max_token_staleness: int = option(0, at_least=0)
     """Maximum age of a trained token, in steps since the weights that made it; older tokens are left out of the loss.
     0: no limit."""
@@ -83,12 +83,12 @@ class ScheduleConfig:
     """What happens to slow groups. -1: nothing special. 0: a step waits for them. N: as soon as there are N of them, a
     step trains the oldest num_prompts groups, which have the engine to themselves."""
     tail_after: int = option(3, at_least=1)
-    """Number of steps after which a group that is not finished counts as slow."""
+    """Number of steps after which an unfinished group counts as slow."""
     agree_every: int = option(16, at_least=1)
     """Number of engine steps after which the ranks tell each other which groups are finished."""
     max_groups: int = option(0, at_least=0)
-    """Maximum number of groups that run at once, over all ranks. With a workflow and no schedule, the episodes of so
-    many groups. 0: no limit."""
+    """Maximum number of groups in progress at once, over all ranks. In a workflow without a schedule, only the episodes
+    of this many groups run at once. 0: no limit."""
     filter: str = ""
     """Function of a scored group that returns whether it may be trained, as package.module:function, or
     unequal_rewards. A group that it rejects is replaced by another. Empty: all may be trained."""
@@ -202,9 +202,9 @@ class WorkflowConfig(RecordConfig, ScheduleConfig):
     episode_timeout_s: float = option(0.0, at_least=0)
     """Seconds after which an episode counts as failed. 0: no limit."""
     turn_wait_s: float = option(0.0, at_least=0, check=lambda config: _check_turn_wait(config))
-    """Maximum number of seconds that the engine waits, before each of its steps, for episodes between two turns, such
-    as with a tool or an agent's request. The time that these take then changes no number of a schedule, also after a
-    resume (docs/schedules.md). 0: it does not wait. With --rollout.over_issue."""
+    """Maximum number of seconds that the engine waits, before each of its steps, for episodes that are between two
+    turns, such as in a tool or an agent's request. A schedule then does not depend on how long these take, not even
+    after a resume (docs/schedules.md). 0: do not wait. Needs --rollout.over_issue."""
 
     def check(self) -> None:
         """Raises ValueError for options that do nothing."""
@@ -240,9 +240,9 @@ class EvalScheduleConfig:
     every: int = option(20, at_least=0)
     """Steps between evaluations. One more runs before the first step and one after the last. 0: never evaluate."""
     best: str = ""
-    """Metric of the evaluations, such as eval/accuracy. After each one in which it is better than in all before, the
-    model is written to best/ in the run's folder. Higher is better, but lower for a name that ends in loss; NAME:min
-    and NAME:max say so. Empty: keep no best model."""
+    """Evaluation metric by which the best model is kept, such as eval/accuracy. When it improves on all earlier
+    evaluations, the model is written to best/ in the run's folder. Higher is better, unless the name ends in loss;
+    NAME:min and NAME:max override this. Empty: keep no best model."""
 
     @property
     def best_metric(self) -> str:
@@ -305,7 +305,7 @@ class EvalConfig(EvalScheduleConfig):
     """Report maj@N for --eval.n N: the accuracy of the answer that most of the N samples of a prompt give. Rewards
     exact_match, last_number, math and reasoning_gym read answers, and one of your own with answer_of(sample)."""
     majority_k: tuple[int, ...] = option((), at_least=1, check=lambda config: _check_majority_k(config))
-    """Report maj@k for these k, too: the accuracy of the answer that most of k samples of a prompt give, averaged over
+    """Also report maj@k for these k: the accuracy of the answer that most of k samples of a prompt give, averaged over
     all choices of k of the n samples."""
     source_field: str = ""
     """Field of a line that names the source of its prompt, such as source; the metrics are then also reported for each

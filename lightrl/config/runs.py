@@ -53,11 +53,12 @@ class BasicConfig:
     config: str = option("", resume="free")
     """YAML file with any of these options. A flag on the command line overrides the file."""
     dry_run: bool = option(False, resume="free")
-    """Report what the run needs on these ranks without starting it. `lightrl plan` does so for other machines."""
+    """Report the memory that the run needs on these ranks, without starting it. `lightrl plan` does so for other
+    machines."""
     model: str = BUILTIN_MODEL
-    """Hugging Face folder or name. builtin:addition: a small model that is made when it is first used."""
+    """Hugging Face folder or name. builtin:addition: a small model that is made on first use."""
     strategy: str = option("auto", resume="free")
-    """How the model is spread over ranks: single, ddp, fsdp, deepspeed, megatron, or your own class as
+    """How the model is distributed over ranks: single, ddp, fsdp, deepspeed, megatron, or your own class as
     package.module:MyStrategy. auto: single in one process, else fsdp."""
     train_data: str = BUILTIN_MODEL
     """Training data: a .jsonl, .json, .parquet, .csv or .tsv file, a pattern like '*.jsonl', hf:NAME[/CONFIG][:SPLIT],
@@ -93,16 +94,16 @@ class LoraConfig:
     """Linear layers with an adapter, by the last part of their names, such as q_proj. all-linear: all that can have one
     (docs/lora.md)."""
     path: str = ""
-    """Adapter to start from, a folder that peft wrote. Rank, alpha and the rest come from it. The reference of a KL
+    """Adapter to start from: a folder that peft wrote. Rank, alpha and the rest come from it. The reference of a KL
     penalty or of DPO is the model without it."""
     engine: Literal["auto", "merged", "unmerged"] = "auto"
     """How the engine applies adapters: merged into its weights, or unmerged, beside them. auto: unmerged with --dtype
     bfloat16 and --engine native or vllm, if neither another option nor, with vllm, an adapter of the vision tower needs
     merged weights; otherwise merged."""
     others: tuple[str, ...] = ()
-    """Further adapters that the engine applies where a request asks for them, as NAME=FOLDER, such as
-    opponent=runs/old/final/adapter. Each folder is one that peft wrote. They are not trained. Needs --lora.engine
-    unmerged and --engine native, vllm or sglang."""
+    """Further adapters, not trained, that the engine applies where a request asks for them, as NAME=FOLDER, such as
+    opponent=runs/old/final/adapter. Each folder is one that peft wrote. Needs --lora.engine unmerged and --engine
+    native, vllm or sglang."""
 
     @property
     def is_on(self) -> bool:
@@ -132,8 +133,8 @@ class RunConfig(StrategyOptions, ExportOptions, BasicConfig):
     """Options of every trainer: a model, a way to spread it, data, an optimizer, a folder."""
 
     ema_decay: float = option(0.0, at_least=0, below=1, wanted="it must be 0 (none) or between 0 and 1, such as 0.99")
-    """Share that an exponential moving average of the weights keeps at each update, such as 0.99; final_ema/ holds the
-    average at the end. 0: keep none."""
+    """Decay of an exponential moving average of the weights, such as 0.99: the share of it that each update keeps.
+    final_ema/ holds the average at the end. 0: no average."""
     lora: LoraConfig = section(LoraConfig, check=check_adapters)
     log: LogConfig = section(LogConfig, resume="free")
     health: HealthConfig = section(HealthConfig, resume="free")
@@ -185,7 +186,8 @@ class RolloutConfig(SharingConfig, TruncationConfig, SamplingConfig, RewardConfi
     """Options of a trainer that generates and scores its own samples."""
 
     rollout_ranks: int = option(0, at_least=0, resume="free")
-    """Number of ranks, the last ones, that only generate; the others only train. 0: every rank does both in turn."""
+    """Number of ranks, the last ones, that only generate while the others only train. 0: every rank does both in
+    turn."""
     data: DataConfig = section(DataConfig, check=lambda config: _check_data(config))
     rollout: WorkflowConfig = section(WorkflowConfig, check=lambda config: _check_rollout(config))
     eval: EvalConfig = section(EvalConfig, resume="free", check=check_eval)
@@ -272,7 +274,7 @@ class GRPOConfig(ReferenceOptions, RolloutConfig):
     """Train a language model by GRPO."""
 
     teacher_model: str = ""
-    """Hugging Face folder or name of a model with the same tokenizer that judges the policy's own samples token by
+    """Hugging Face folder or name of a model with the same tokenizer that scores the policy's own samples token by
     token (on-policy distillation). Empty: no teacher."""
     algorithm: AlgorithmConfig = section(AlgorithmConfig, check=_check_horizon)
     dynamic_sampling: DynamicSamplingConfig = section(
@@ -412,7 +414,7 @@ class PairConfig(OfflineConfig):
 
     train_data: str = "builtin:addition-pairs"
     """Training data: a .jsonl, .json, .parquet, .csv or .tsv file, a pattern like '*.jsonl', hf:NAME[/CONFIG][:SPLIT],
-    a data set's folder, or builtin:addition-pairs. A line has a prompt, a chosen and a rejected answer, or 2 chats."""
+    a data set's folder, or builtin:addition-pairs. A line has a prompt, chosen and rejected answers, or two chats."""
     data: PairDataConfig = section(PairDataConfig)
 
 
@@ -436,7 +438,7 @@ class DPOConfig(ReferenceOptions, PairConfig):
     label_smoothing: float = option(0.0, at_least=0, below=0.5)
     """Share of pairs whose labels are taken to be wrong. Loss sigmoid only."""
     length_normalized: bool = False
-    """Compare the mean of an answer's log-ratios over its tokens in place of their sum."""
+    """Compare the means of the answers' log-ratios over their tokens instead of the sums."""
     nll_coef: float = option(0.0, at_least=0)
     """Weight in the loss of the mean -log p of the chosen answer's tokens, which keeps it from becoming less likely."""
 

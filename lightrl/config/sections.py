@@ -41,7 +41,7 @@ class AlgorithmConfig:
     entropy_fraction: float = option(
         1.0, above=0, at_most=1, wanted="it is a share of the tokens, more than 0 and at most 1"
     )
-    """Share of an update's tokens whose policy loss counts, those of highest entropy. 1: all tokens count."""
+    """Share of an update's tokens whose policy loss counts: those of highest entropy. 1: all tokens count."""
     aggregation: str = "token_mean"
     """Mean over tokens and sequences: token_mean, sequence_mean, sequence_mean_token_sum, sequence_mean_token_sum_norm,
     or your own as package.module:function. The denominator always spans all ranks and micro-batches."""
@@ -53,8 +53,8 @@ class AlgorithmConfig:
     correction_args: tuple[str, ...] = ()
     """Parameters of the correction, such as cap=2 of tis."""
     off_policy_mask: float = option(0.0, at_least=0)
-    """Mean of log(engine / policy) over the tokens of a sequence with a negative advantage above which its policy loss
-    is left out (DeepSeek-V3.2). 0: none is. 0.5 is usual."""
+    """Leave out the policy loss of a sequence with a negative advantage if the mean of log(engine / policy) over its
+    tokens is above this (DeepSeek-V3.2). 0: leave out none. 0.5 is usual."""
     kl_coef: float = option(0.0, at_least=0)
     """Weight in the loss of the KL penalty to the frozen starting model. 0: load no reference model."""
     kl_estimator: str = option("k3", check=partial(check_needed, "algorithm.kl_estimator", "algorithm.kl_coef"))
@@ -69,31 +69,32 @@ class AlgorithmConfig:
     )
     """Gradient of the KL penalty. own: the gradient of the estimator. kl: the gradient of the KL itself."""
     kl_weighted: bool = option(False, check=partial(check_needed, "algorithm.kl_weighted", "algorithm.kl_coef"))
-    """Weight the KL of a token by the ratio that the policy loss has, so that its estimate stays right in later updates
-    of a step. With --algorithm.kl_gradient kl this is the estimate of DeepSeek-V3.2."""
+    """Multiply the KL of a token by the ratio of the policy loss, so that its estimate stays right in later updates of
+    a step. With --algorithm.kl_gradient kl this is the estimate of DeepSeek-V3.2."""
     kl_target: float = option(0.0, at_least=0)
-    """Mean KL per trained token to which kl_coef is steered after each step (Ziegler 2019). 0: it stays as given."""
+    """Target of the mean KL per trained token: kl_coef is adjusted after each step (Ziegler 2019). 0: it stays as
+    given."""
     kl_horizon: int = option(
         10_000, above=0, check=partial(check_needed, "algorithm.kl_horizon", "algorithm.kl_target")
     )
-    """Number of samples over which a kl_coef with a target can change by a fifth."""
+    """Number of samples over which --algorithm.kl_target can change kl_coef by a fifth."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus in the loss."""
     entropy_target: float = option(0.0, at_least=0)
-    """Mean entropy per trained token below which entropy_coef grows by entropy_step after each step; above it the
-    coefficient shrinks and is not applied (Skywork-OR1). 0: entropy_coef stays as given."""
+    """Mean entropy per trained token to aim for. Below it, entropy_coef grows by entropy_step after each step; above
+    it, entropy_coef shrinks and is not applied (Skywork-OR1). 0: keep entropy_coef as given."""
     entropy_step: float = option(
         0.005, above=0, check=partial(check_needed, "algorithm.entropy_step", "algorithm.entropy_target")
     )
-    """Change per step of an entropy_coef with a target."""
+    """Change of entropy_coef per step if it has a target."""
     old_logprobs: Literal["recompute", "engine"] = "recompute"
     """The ratio's denominator. recompute: the trainer's forward before the update. engine: the engine's logprobs."""
     proximal: Literal["auto", "recompute", "interpolate", "sampler"] = "auto"
-    """Policy that the clip compares with. recompute: the policy before the update. interpolate: a mean of the policy
-    that sampled and the one that is updated, by a token's age, which needs no forward. With both, a token is weighted
-    by the ratio of that policy to the one that sampled (decoupled PPO), with --algorithm.correction, or tis if that is
-    none. sampler: the policy that sampled. auto: recompute if an option of --rollout lets samples be older than the
-    weights; otherwise the policy before the update, or the policy that sampled for a surplus group of older weights."""
+    """Policy that the clip compares with. recompute: the policy before the update. interpolate: a mean, by a token's
+    age, of the policy that sampled and the one being updated; it needs no forward. Both weight a token by the ratio of
+    this policy to the one that sampled (decoupled PPO), through --algorithm.correction, or tis if that is none.
+    sampler: the policy that sampled. auto: recompute if an option of --rollout lets samples be older than the weights;
+    otherwise the policy before the update, or for a surplus group of older weights the policy that sampled."""
 
     @property
     def is_decoupled(self) -> bool:
@@ -146,10 +147,10 @@ class PPOAlgorithmConfig(AlgorithmConfig):
     advantage_args: tuple[str, ...] = ()
     """Parameters of the advantage as name=value, such as gamma=1 lam=0.95 of gae."""
     truncation: Literal["terminal", "bootstrap"] = "terminal"
-    """What follows a response that max_new_tokens cut off. terminal: nothing, so that its reward is all there is.
-    bootstrap: what the critic expects from its last state."""
+    """What the critic's target assumes after a response that max_new_tokens cut off. terminal: no further reward.
+    bootstrap: the critic's value of the last state."""
     kl_in_reward: Literal["none", "k1", "k2", "k3"] = "none"
-    """Subtract kl_coef times this estimate of the KL from the reward of each token, in place of the KL in the loss."""
+    """Subtract kl_coef times this estimate of the KL from each token's reward, instead of adding it to the loss."""
     reward_normalization: Literal["none", "running"] = "none"
     """running: subtract the mean of all rewards of the run so far and divide by their standard deviation."""
     reward_clip: float = option(0.0, at_least=0)
@@ -198,7 +199,7 @@ class CriticConfig:
     """The critic of PPO and how it learns."""
 
     shared_backbone: bool = False
-    """Use one model with two heads, one optimizer and one loss, in place of a separate critic."""
+    """Use one model with two heads, one optimizer and one loss instead of a separate critic."""
     value_coef: float = option(1.0, above=0)
     """Weight of the value loss. On a shared backbone it is added to the policy's loss."""
     value_clip: float = option(0.2, at_least=0)
@@ -207,9 +208,9 @@ class CriticConfig:
     head_init_std: float = option(0.0, at_least=0)
     """Standard deviation of a new value head's weights. 0: all values start at 0."""
     policy_frozen_steps: int = option(0, at_least=0)
-    """Number of first steps of the run in which only the critic learns."""
+    """Number of steps, from the first of the run, in which only the critic learns."""
     offload_waiting_optimizer: bool = False
-    """Keep the optimizer states of the policy in host memory while the critic learns, and the other way round."""
+    """Keep the policy's optimizer states in host memory while the critic learns, and vice versa."""
 
     def check(self) -> None:
         """Raises ValueError for options that a shared backbone cannot honour."""
@@ -242,10 +243,10 @@ class DynamicSamplingConfig:
     carry_over: int = option(
         1, at_least=0, check=partial(check_needed, "dynamic_sampling.carry_over", "dynamic_sampling.enabled")
     )
-    """Maximum number of steps that a surplus group is kept for a later batch. 0: drop surplus groups. The ratio of its
-    tokens is to the policy that sampled them."""
+    """Maximum number of steps for which a surplus group is kept for a later batch. 0: drop surplus groups. The ratio of
+    their tokens is relative to the policy that sampled them."""
     reward: str = option("", check=partial(check_needed, "dynamic_sampling.reward", "dynamic_sampling.enabled"))
-    """One of several rewards that must differ too, such as math beside one of length. Empty: only their sum must."""
+    """A reward whose values must differ too, such as math beside a length reward. Empty: only the sum must differ."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -258,8 +259,8 @@ class OverlongConfig:
     penalty: float = option(1.0, above=0, check=partial(check_needed, "overlong.penalty", "overlong.buffer"))
     """Penalty subtracted from the reward of a response that reaches max_new_tokens."""
     mask_truncated: bool = False
-    """Leave out of the loss the responses that max_new_tokens cut off, and the episodes that ended because the context
-    was full. Their rewards still count in the means of their groups."""
+    """Leave responses that max_new_tokens cut off, and episodes that ended because the context was full, out of the
+    loss. Their rewards still count in the means of their groups."""
 
     def check_buffer(self, longest: int, *, has_episodes: bool) -> None:
         """Raises ValueError for a buffer that is longer than a response, or where an episode has several."""
@@ -279,7 +280,8 @@ class DistillationConfig:
     """How the policy follows --teacher_model."""
 
     kind: Literal["advantage", "loss"] = "advantage"
-    """Where the reverse KL to the teacher enters. advantage: each token's advantage. loss: a term of the loss."""
+    """Where the reverse KL to the teacher is applied. advantage: to each token's advantage. loss: as a term of the
+    loss."""
     coef: float = option(1.0, above=0)
     """Weight of the reverse KL to the teacher."""
     reward_weight: float = option(1.0, at_least=0)
@@ -303,7 +305,7 @@ class PromptFieldsConfig:
     chat_template: Literal["auto", "always", "never"] = "auto"
     """Whether string prompts are rendered through the tokenizer's chat template. auto: if it has one."""
     chat_template_file: str = ""
-    """File with a chat template (Jinja) to use in place of the tokenizer's. The saved model has it too."""
+    """File with a chat template (Jinja) to use instead of the tokenizer's. It is saved with the model."""
     chat_template_args: tuple[str, ...] = option((), check=template_arguments)
     """Variables of the chat template as name=value, such as enable_thinking=false."""
     image_field: str = "images"
@@ -314,7 +316,7 @@ class PromptFieldsConfig:
     too_long: Literal["error", "skip"] = "error"
     """What happens to a line that is too long. error: the run stops at its start. skip: it is left out and counted."""
     stream: bool = option(False, resume="free")
-    """Leave the training data on disk and read a line when it is drawn, for data that memory cannot hold: .jsonl and
+    """Leave the training data on disk and read a line when it is drawn, for data larger than memory: .jsonl and
     .parquet files, folders and hf:. Every line is still checked at the start. Order and results stay the same."""
 
 
@@ -326,7 +328,7 @@ class DataConfig(PromptFieldsConfig):
     """Field of a line that holds the prompt: a string, or a list of chat messages. If a line has no such field, its
     field "messages" is read."""
     answer_field: str = "answer"
-    """Field that the reward compares with. A field inside another is named as reward_model.ground_truth."""
+    """Field that rewards compare a response with. Dots reach into nested fields, as in reward_model.ground_truth."""
     curriculum: str = ""
     """Function that weighs the prompts by the results so far, as package.module:function, or half_solved, which prefers
     prompts that are solved about half the time. Empty: every prompt once in each epoch."""
@@ -374,10 +376,7 @@ class MarginPairDataConfig(PairDataConfig):
     """How a line of a data file becomes a pair of answers with a margin."""
 
     margin_field: str = "margin"
-    """Field with a number by which the chosen answer should win. A line without it has margin 0."""
-
-
-# ---- Rollouts ----------------------------------------------------------------------------------------------------
+    """Field with the margin by which the chosen answer should score higher. A line without it has margin 0."""
 
 
 # ---- Rewards -------------------------------------------------------------------------------------------------------
@@ -397,7 +396,7 @@ class JudgeConfig:
     score_pattern: str = r'(?<!_)(?i:score)["*]*\s*[:\uff1a]["*\s]*(\d+(?:\.\d+)?)'
     """Regular expression whose first group is the score. The last match in the judge's reply counts."""
     max_score: float = option(10.0, above=0)
-    """Score that becomes the reward 1. A reply with a larger score gives no verdict."""
+    """Score that gives the reward 1. A reply with a larger score gives no verdict."""
     api_key_env: str = ""
     """Environment variable that holds the API key. Empty: send no key."""
     temperature: float = option(0.0, at_least=0)
@@ -416,8 +415,8 @@ class CodeConfig:
     """How the reward `code` runs the programs in responses."""
 
     unsafe: bool = option(False, resume="free")
-    """Run programs even where the system allows no sandbox, as your own user. Without this, such a run is refused.
-    SECURITY.md says what the sandbox promises."""
+    """Run programs without a sandbox, as your own user, where the system does not allow one. Without this option such a
+    run is refused. SECURITY.md says what the sandbox promises."""
 
 
 # ---- Looking on --------------------------------------------------------------------------------------------------
@@ -430,9 +429,9 @@ class ProfileConfig:
     __slots__ = ()
 
     profile: str = option("", resume="free", check=check_profile)
-    """Record where the time goes, in profile/ of the run's folder: timeline for the phases of every rank in
-    timeline.json, or a step (3) or steps (3-5) for a trace of torch's profiler too, and on a GPU a snapshot of its
-    memory. https://ui.perfetto.dev opens these traces. Empty: nothing."""
+    """Record where the time goes, in profile/ of the run's folder. timeline: the phases of every rank, in
+    timeline.json. A step (3) or steps (3-5): also a trace of torch's profiler, and on a GPU a snapshot of its memory.
+    Open traces with https://ui.perfetto.dev. Empty: record nothing."""
 
 
 # ---- Sharing -----------------------------------------------------------------------------------------------------
@@ -445,6 +444,6 @@ class SharingConfig:
     __slots__ = ()
 
     share_prompts: Literal["auto", True, False] = option("auto", resume="free", check=check_sharing)
-    """Compute the common beginning of samples, such as the prompt of a group, once per micro-batch. It saves time and
+    """Compute the common prefix of samples, such as the prompt of a group, once per micro-batch. It saves time and
     memory, and changes results only by rounding (docs/shared_prompts.md). auto: on a CPU in float32, where options and
     models allow it. True: always, or stop with the reason; it also keeps groups together in micro-batches."""

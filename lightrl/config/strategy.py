@@ -46,7 +46,7 @@ class OptimConfig:
     max_norm: float = option(1.0, at_least=0)
     """Clip the global gradient norm to this value. 0: do not clip."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate develops after the warm-up."""
+    """Shape of the learning-rate schedule after the warm-up."""
     schedule_unit: Literal["optimizer_step", "rl_step"] = "optimizer_step"
     """What warm-up and schedule count. optimizer_step: updates, of which a step of GRPO or PPO takes num_epochs x
     num_minibatches; skipped ones do not count. rl_step: steps of the run, max_steps in all."""
@@ -98,13 +98,13 @@ class FSDPConfig:
     """Options of --strategy fsdp."""
 
     reshard_after_forward: bool = True
-    """Free the gathered weights of a block after its forward and gather them again for the backward (ZeRO-3). False:
-    keep them in between (ZeRO-2)."""
+    """Free the gathered weights of a block after its forward pass and gather them again for the backward pass (ZeRO-3).
+    False: keep them in between (ZeRO-2)."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer states in host memory."""
     reduce_each_micro_batch: bool = False
-    """Sum gradients over the ranks after each micro-batch, so that a rank keeps only those of its shards in between:
-    less memory, more traffic. False: sum them once per update; until then each rank keeps the gradients of the whole
+    """Sum gradients over the ranks after each micro-batch, so that a rank keeps only its shard of them in between: less
+    memory, more traffic. False: sum them once per update; until then each rank keeps the gradients of the whole
     model."""
     replicate_size: int = option(1, at_least=1)
     """Number of replicas in hybrid sharding; each is sharded over world / replicate_size ranks."""
@@ -125,7 +125,7 @@ class DeepSpeedConfig:
     cpu_adam: bool = False
     """Use DeepSpeed's Adam for host memory instead of torch's. Its first use compiles it, which takes minutes."""
     bucket_mb: int = option(128, at_least=1)
-    """Megabytes of gradients that are reduced at a time, and of parameters that are gathered after a step."""
+    """Megabytes of gradients reduced at a time, and of parameters gathered after a step."""
     param_persistence_threshold: int = option(100_000, at_least=0)
     """At stage 3, a parameter with fewer elements than this stays whole on every rank."""
 
@@ -146,7 +146,8 @@ class MegatronConfig:
     pp_size: int = option(1, at_least=1)
     """Number of pipeline stages, each with an equal part of the layers."""
     vpp_size: int = option(1, at_least=1)
-    """Number of chunks of layers that a stage has, which take turns so that it waits less. Needs 3 stages or more."""
+    """Number of chunks into which a stage's layers are divided; they take turns, so the stage waits less. Needs 3
+    stages or more."""
     cp_size: int = option(1, at_least=1)
     """Number of ranks that split the tokens of each sequence (context parallelism)."""
     ep_size: int = option(1, at_least=1)
@@ -154,13 +155,13 @@ class MegatronConfig:
     etp_size: int = option(1, at_least=1)
     """Number of ranks that split the matrices of each expert."""
     sequence_parallel: bool = False
-    """Split the tokens between the split matrices over the ranks of --tp_size, which saves activations."""
+    """Split the activations between the split matrices by token, over the ranks of --tp_size, to save memory."""
     distributed_optimizer: bool = False
-    """Keep the states of each parameter's optimizer on one of the ranks that hold it, and step it there."""
+    """Keep the optimizer states of each parameter on only one of the ranks that hold it, and update it there."""
     recompute: Literal["none", "full"] = "none"
-    """Activations to compute again in the backward: none, or those of all layers."""
+    """Activations to recompute in the backward pass: none, or those of all layers."""
     impl: Literal["local", "te"] = "local"
-    """Layers. local: plain torch. te: those of Transformer Engine, which are refused so far: docs/megatron.md."""
+    """Layers. local: plain torch. te: those of Transformer Engine, which are refused so far (docs/megatron.md)."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -168,12 +169,13 @@ class RoutingConfig:
     """The routers of a mixture of experts (Mixtral, Qwen-MoE, OLMoE, DeepSeek-V3 and others)."""
 
     replay: bool = False
-    """Let the trainer use the experts that the engine chose for each token (R3), with weights of its own router.
-    Engines native and vllm."""
+    """Let the trainer use the experts that the engine chose for each token (R3), weighted by its own router. Engines
+    native and vllm."""
     balance_coef: float = option(0.0, at_least=0)
-    """Weight in the loss of how unevenly each sequence uses the experts; 0.001 is usual."""
+    """Weight of the load-balancing loss, which is computed per sequence; 0.001 is usual."""
     z_coef: float = option(0.0, at_least=0)
-    """Weight in the loss of the squared logsumexp of the router's logits, which keeps them small; 0.001 is usual."""
+    """Weight of the router z-loss (squared logsumexp of the router's logits), which keeps logits small; 0.001 is
+    usual."""
 
     @property
     def has_losses(self) -> bool:
@@ -193,8 +195,8 @@ class DistributedConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the model. auto: a GPU if there is one."""
     deterministic: bool = False
-    """Use only kernels that give the same bits every time. They are slower on a GPU, and an operation that has none is
-    an error."""
+    """Use only kernels that give the same bits every time. They are slower on a GPU, and an operation without such a
+    kernel is an error."""
     timeout_s: float = option(1800.0, above=0, at_most=1e7)
     """Seconds that a rank waits for another before it stops the run and reports where both were."""
 
@@ -212,7 +214,7 @@ class CheckpointConfig:
     that, or at once if 0, it ends without one. torchrun kills its ranks 30 s after it has passed a signal on,
     or after the seconds of TORCH_ELASTIC_SHUTDOWN_TIMEOUT."""
     asynchronous: bool = False
-    """Go on training while a checkpoint is written, from a copy of each rank's part of the state in host memory."""
+    """Continue training while a checkpoint is written, from a copy in host memory of each rank's part of the state."""
     on_disk_error: Literal["stop", "continue"] = "stop"
     """What a run does when a checkpoint, metrics or samples cannot be written to disk. stop: end with code 1. continue:
     warn and train on; the next checkpoint is tried when it is due. The final model must be written in either case."""
@@ -236,7 +238,7 @@ class TrainingConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the computation in trainer and engine. Parameters and optimizer states stay float32."""
     gradient_checkpointing: bool = option(False, resume="free")
-    """Recompute activations in the backward to save memory."""
+    """Recompute activations in the backward pass to save memory."""
     compile: bool = option(False, resume="free", check=lambda options: _check_compile(options))
     """Compile each block of a trained model with torch.compile; the first step then takes minutes. Strategies single,
     ddp and fsdp."""
@@ -279,16 +281,16 @@ class EngineConfig:
     engine_args: tuple[str, ...] = option((), check=engine_arguments)
     """Further arguments of the engine as name=value: those of LLM() for vllm, of Engine() for sglang."""
     engine_sleep_level: Literal[0, 1, 2] = option(1, resume="free")
-    """What the engine gives up while the model trains. 0: nothing, it never sleeps. 1: the KV cache; vllm also moves
-    its weights to host memory. 2: the weights too, which the next weight sync restores."""
+    """What the engine frees while the model trains. 0: nothing; it never sleeps. 1: the KV cache; vllm also moves its
+    weights to host memory. 2: the weights too, which the next weight sync restores."""
     sync_bucket_mb: int = option(512, at_least=1, resume="free")
     """Megabytes of whole weights that a weight sync holds at a time, besides those of trainer and engine."""
     canary_every: int = option(50, at_least=0, resume="free")
-    """Number of weight syncs between two comparisons of a few logprobs of engine and trainer. The first sync is always
-    compared. 0: never compare."""
+    """Number of weight syncs from one canary to the next. A canary compares a few logprobs of engine and trainer after
+    a sync; the first sync always has one. 0: none."""
     offload_while_generating: bool = option(False, resume="free")
     """Move the trainer's weights, gradients and optimizer states, and the reference model, to host memory while the
-    engine is awake. Each rollout then takes longer by two copies."""
+    engine is awake. Each rollout then waits for two copies."""
     native: NativeEngineConfig = section(
         NativeEngineConfig, resume="free", check=lambda options: _check_native(options)
     )
@@ -304,8 +306,8 @@ class CriticTrainingConfig:
     critic_lr: float = option(1e-4, at_least=0)
     """Peak learning rate of the critic, or of its head alone on a shared backbone."""
     critic_warmup_steps: int = option(0, at_least=0)
-    """Number of first optimizer steps in which the critic trains its value head alone. To freeze the policy instead,
-    use --critic.policy_frozen_steps."""
+    """Number of optimizer steps, from the first, in which the critic trains only its value head. To freeze the policy
+    instead, use --critic.policy_frozen_steps."""
 
 
 @dataclass(kw_only=True)
@@ -315,11 +317,11 @@ class ExactConfig:
     __slots__ = ()
 
     exact: bool = option(False, check=check_exact)
-    """Give the same weights and metrics, bit for bit, at any number of ranks, by strategy single, ddp or fsdp, and at
-    any size of micro-batches, which has no effect then (docs/exact.md). float32 on a CPU, native engine."""
+    """Give the same weights and metrics, bit for bit, at any number of ranks and under strategy single, ddp or fsdp
+    (docs/exact.md). Micro-batch options then have no effect. Needs float32, a CPU and the native engine."""
     exact_tile_tokens: int = option(2048, at_least=1, check=check_exact)
-    """Size in tokens of the pieces in which a step with --exact is computed, each whole on one rank. Smaller pieces let
-    more ranks share a step; with larger ones fewer gradients are added up."""
+    """Maximum size of a tile, in tokens. A tile is the unit in which --exact computes a step, whole on one rank.
+    Smaller tiles let more ranks share a step; with larger ones fewer gradients are added up."""
 
 
 # ---- All of them -------------------------------------------------------------------------------------------------
