@@ -32,6 +32,7 @@ BEGIN, END = "<!-- made by `make house` -->", "<!-- end of what `make house` mak
 MAX_FILE_LINES, MAX_FUNCTION_LINES, DUPLICATE_LINES = 450, 60, 6
 MAX_DUPLICATES = 9  # pairs: signatures that a contract fixes, and what two trainers build alike (ADR 0012)
 MAX_STRATEGY_LINES, MAX_STRATEGY_NAMES = 350, 32  # of StrategyBase
+LEAST_CLASS_LINES = 50  # of a class in the table
 MAX_REACHED_FILES, MAX_REACHED_LINES = 51, 3_838  # of the quickstart, by benchmarks/reach.py
 USERS = ("lightrl", "scripts", "benchmarks", "examples")  # tests do not keep a definition alive
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -294,13 +295,15 @@ def table(reached: tuple[int, int, int] | None) -> str:
     lines += [f"| {name} | {value} | {limit} |" for name, value, limit in rows]
     lines += [
         "",
-        "| Class in `lightrl/strategy/` | Lines | Public names of its own | With its bases |",
+        f"| Class in `lightrl/strategy/` of {LEAST_CLASS_LINES} lines or more | Lines | Public names of its own | "
+        "With its bases |",
         "|---|---|---|---|",
     ]
     lines += [
         f"| `{item.name}` ({item.path.removeprefix('lightrl/')}) | {item.lines} | {len(item.own_names)} | "
         f"{len(item.all_names)} |"
         for item in classes_in("lightrl/strategy/")
+        if item.lines >= LEAST_CLASS_LINES
     ]
     return "\n".join(lines)
 
