@@ -1,10 +1,12 @@
 """Options under the names of other trainers."""
 
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 
 from lightrl.config import StrategyOptions
+from lightrl.config.foreign_options import _NAMES, MODEL_NAMES
 
 
 def test_names_of_other_trainers_are_read(caplog: pytest.LogCaptureFixture) -> None:
@@ -25,3 +27,8 @@ def test_names_of_other_trainers_are_read(caplog: pytest.LogCaptureFixture) -> N
     assert (other.dtype, other.engine_sleep_level) == ("float32", 1)
     with pytest.raises(ValueError, match="engine_mem_fraction is 1.5"):
         StrategyOptions.from_args({"engine_mem_util": 1.5})
+
+
+def test_the_page_lists_every_name_that_is_read() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "compatibility.md").read_text()
+    assert [name for name in (*_NAMES, *MODEL_NAMES) if f"`{name}`" not in page and f"args.{name}`" not in page] == []
