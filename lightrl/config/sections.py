@@ -143,7 +143,8 @@ class PPOAlgorithmConfig(AlgorithmConfig):
     """What policy and critic learn."""
 
     advantage: str = "gae"
-    """How rewards and values per token become advantages and returns: gae, or your own as package.module:function."""
+    """How rewards and values per token become advantages and returns: gae, returns_to_go, turn_returns, or your own as
+    package.module:function."""
     advantage_args: tuple[str, ...] = ()
     """Parameters of the advantage as name=value, such as gamma=1 lam=0.95 of gae."""
     truncation: Literal["terminal", "bootstrap"] = "terminal"

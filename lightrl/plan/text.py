@@ -31,7 +31,7 @@ def verdict(plan: Plan, machine: Machine, *, is_enough: bool, found: Sequence[Re
     """Returns the last lines: whether the run fits and, if not, the options that help most."""
     peak = f"peak: {size_text(plan.peak.total)} in the phase {plan.peak.name!r}"
     if not machine.memory:
-        return f"{peak}; give lightrl plan --device_memory, such as 24GB, to hear whether that fits"
+        return f"{peak}; give lightrl plan --device_memory, such as 24GB, to see whether that fits"
     if is_enough:
         return f"{peak}: fits in {size_text(machine.memory)}, {_to_spare(plan, machine)}"
     if plan.peak.total > machine.memory:

@@ -2,14 +2,19 @@
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
-from lightrl.config import GRPOConfig, option, parse_config, section
+from lightrl.algorithms.registry import BUILTIN as ALGORITHMS
+from lightrl.config import GRPOConfig, PPOConfig, option, parse_config, section
 from lightrl.config.help import help_on, short_help, whole_help
+from lightrl.data.curriculum import BUILTIN_CURRICULA
+from lightrl.engines.base import BUILTIN_ENGINES
 from lightrl.rewards.reward_set import BUILTIN_REWARDS
 from lightrl.rollout.workflow import BUILTIN_WORKFLOWS
+from lightrl.strategy.base import BUILTIN_STRATEGIES
+from lightrl.trainers.scheduled import BUILTIN_FILTERS
 
 
 @dataclass(kw_only=True)
@@ -82,9 +87,21 @@ def test_the_short_help_without_sections_names_none() -> None:
     ]
 
 
-@pytest.mark.parametrize(("flag", "names"), [("reward", BUILTIN_REWARDS), ("rollout.workflow", BUILTIN_WORKFLOWS)])
-def test_the_help_names_every_built_in(flag: str, names: dict[str, str]) -> None:
-    words = set(re.findall(r"\w+", help_on(GRPOConfig, flag).partition("\n--")[0]))
+@pytest.mark.parametrize(
+    ("config", "flag", "names"),
+    [
+        (GRPOConfig, "reward", BUILTIN_REWARDS),
+        (GRPOConfig, "rollout.workflow", BUILTIN_WORKFLOWS),
+        (GRPOConfig, "rollout.filter", BUILTIN_FILTERS),
+        (GRPOConfig, "data.curriculum", BUILTIN_CURRICULA),
+        (GRPOConfig, "strategy", BUILTIN_STRATEGIES),
+        (GRPOConfig, "engine", BUILTIN_ENGINES),
+        *((GRPOConfig, f"algorithm.{kind}", names) for kind, names in ALGORITHMS.items() if kind != "returns"),
+        (PPOConfig, "algorithm.advantage", ALGORITHMS["returns"]),
+    ],
+)
+def test_the_help_names_every_built_in(config: type[Any], flag: str, names: dict[str, str]) -> None:
+    words = set(re.findall(r"\w+", help_on(config, flag).partition("\n--")[0]))
     assert sorted(set(names) - words) == []
 
 

@@ -82,7 +82,7 @@ def test_a_dry_run_starts_nothing(model: str, capsys: pytest.CaptureFixture[str]
         told = capsys.readouterr().out
         assert told.startswith("dpo: ")
         assert "score by reference" in told
-        assert told.endswith("give lightrl plan --device_memory, such as 24GB, to hear whether that fits\n")
+        assert told.endswith("give lightrl plan --device_memory, such as 24GB, to see whether that fits\n")
     assert not (tmp_path / "run").exists()
 
 
