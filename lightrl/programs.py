@@ -40,7 +40,7 @@ class Command(NamedTuple):
 
 
 TRAINERS = {
-    "grpo": Run("Train by GRPO and its relatives.", GRPOConfig, "lightrl.trainers.grpo:GRPOTrainer"),
+    "grpo": Run("Train by GRPO or a related algorithm.", GRPOConfig, "lightrl.trainers.grpo:GRPOTrainer"),
     "ppo": Run("Train by PPO with a critic.", PPOConfig, "lightrl.trainers.ppo:PPOTrainer"),
     "sft": Run("Train on responses.", SFTConfig, "lightrl.trainers.sft:SFTTrainer"),
     "rm": Run("Train a reward model on pairs of responses.", RMConfig, "lightrl.trainers.reward_model:RMTrainer"),
@@ -53,10 +53,10 @@ COMMANDS: dict[str, Run | Command] = {
     ),
     "evaluate": Run("Evaluate a model on its responses.", EvaluateConfig, "lightrl.trainers.evaluation:Evaluator"),
     "lm-eval": Command(
-        "Evaluate a Hugging Face folder by tasks of lm-evaluation-harness.", "lightrl.trainers.harness_run:main"
+        "Evaluate a Hugging Face folder on tasks of lm-evaluation-harness.", "lightrl.trainers.harness_run:main"
     ),
     "replay": Command(
-        "Repeat a recorded asynchronous run, or one step of a run of GRPO or PPO.",
+        "Repeat a recorded asynchronous run, or one step of a GRPO or PPO run.",
         "lightrl.trainers.recorded_run:replay",
     ),
     "hash": Command("Recompute the hashes of a run's saved weights.", "lightrl.trainers.hash_run:main"),

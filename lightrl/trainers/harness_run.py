@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightrl lm-eval",
-        description="Evaluate a model by tasks of lm-evaluation-harness, in this process, with transformers.",
+        description="Evaluate a model on tasks of lm-evaluation-harness, in this process, with transformers.",
     )
     parser.add_argument("model", metavar="MODEL", help="Hugging Face folder, such as RUN/final, or a name on the hub")
     parser.add_argument("--tasks", required=True, metavar="NAME,NAME", help="tasks or groups of the harness, or yours")

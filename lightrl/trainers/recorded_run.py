@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightrl replay",
         usage="lightrl replay RUN --output_dir NEW [OPTIONS], or lightrl replay RUN --step N [--debug]",
-        description="Repeat a recorded asynchronous run into a folder of its own, or one step of a run of GRPO or PPO.",
+        description="Repeat a recorded asynchronous run into a folder of its own, or one step of a GRPO or PPO run.",
         epilog="OPTIONS are those of `lightrl train grpo` or `ppo`; they win over the config.yaml of the run.",
         allow_abbrev=False,
     )
