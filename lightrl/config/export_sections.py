@@ -13,7 +13,7 @@ _NAME = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
 
 @dataclass(kw_only=True, slots=True)
 class ExportConfig:
-    """When the model is exported during a run; final/ at the end is always written."""
+    """When the model is exported during a run, besides final/ at its end."""
 
     every: int = option(0, at_least=0)
     """Steps between exports. An export is a Hugging Face folder with a model card, exports/step-N in the run's folder.

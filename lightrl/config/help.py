@@ -29,7 +29,7 @@ class _Described(NamedTuple):
 
     @property
     def first_sentence(self) -> str:
-        return re.split(r"(?<=\.) (?=[A-Z])", self.text, maxsplit=1)[0]
+        return re.split(r"(?<=\.) (?=[A-Z]|[\w:]+: )", self.text, maxsplit=1)[0]
 
 
 def short_help(config_class: type[Any], program: str) -> str:

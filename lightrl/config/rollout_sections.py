@@ -31,8 +31,8 @@ class SamplingConfig:
     temperature: float = option(1.0, above=0, wanted=ABOVE_ZERO, check=check_temperatures)
     """Sampling temperature. The training logprobs are those of the same distribution."""
     stop: tuple[str, ...] = option((), check=lambda config: _check_stop(config.stop))
-    """Texts that end a response, in training and evaluation, besides the model's own end tokens. The tokens up to the
-    one that completes such a text are trained on, and rewards read the text with it."""
+    """Texts that end a response besides the model's own end tokens. They apply to training and evaluation. The tokens
+    up to the one that completes such a text are trained on, and rewards read the text with it."""
 
 
 def _check_stop(texts: tuple[str, ...]) -> None:
@@ -184,7 +184,7 @@ class RecordConfig:
 
 @dataclass(kw_only=True, slots=True)
 class WorkflowConfig(RecordConfig, ScheduleConfig):
-    """How samples are made by workflows, when they are made and trained, and where they are recorded."""
+    """How samples are made, scheduled and recorded."""
 
     workflow: str = ""
     """What makes a sample: environment; tools; multi_turn, which replies to wrong answers; remax, which subtracts the
@@ -377,26 +377,26 @@ class RewardConfig:
     __slots__ = ()
 
     reward: tuple[str, ...] = ("exact_match",)
-    """One or several rewards, which are summed, each as name or name=weight: exact_match, contains, last_number, math,
-    format, length, code, reward_model, judge, reasoning_gym, episode (docs/rewards.md), or your own as
-    package.module:function or path/to/file.py:function."""
+    """Rewards, which are summed, each as name or name=weight. Names: exact_match, contains, last_number, math, format,
+    length, code, reward_model, judge, reasoning_gym, episode (docs/rewards.md), or your own as package.module:function
+    or path/to/file.py:function."""
     reward_args: tuple[str, ...] = ()
-    """Parameters of rewards as reward.parameter=value, such as length.target=200."""
+    """Parameters of rewards as reward.parameter=value (length.target=200)."""
     reward_for: tuple[str, ...] = ()
-    """Records that a reward judges, as reward.field=value: math.data_source=gsm8k code.data_source=apps. Given several
-    times for a field, it judges the records with any of the values. A reward without an entry judges all records."""
+    """Records that a reward judges, as reward.field=value. Example: math.data_source=gsm8k code.data_source=apps.
+    Several values for a field mean records with any of them. A reward without an entry judges all records."""
     reward_model: str = ""
-    """Model of the reward reward_model: folder or name of a sequence-classification model with one output."""
+    """Model of the reward reward_model. It is a folder or name of a sequence-classification model with one output."""
     reward_timeout_s: float = option(60.0, at_least=0)
     """Seconds after which the reward of a sample counts as failed. 0: no limit."""
     max_reward_failures: int = option(0, at_least=0, resume="free")
-    """Number of failed rewards that a run tolerates, over all ranks, in one scoring: of a step's samples, of a round of
-    dynamic sampling, or of an evaluation. One more stops the run."""
+    """Number of failed rewards that a run tolerates in one scoring. A scoring is that of a step's samples, of a round
+    of dynamic sampling, or of an evaluation, over all ranks. One more stops the run."""
     reward_failure_value: str = option("exclude", check=lambda config: _check_failure_value(config))
-    """Value of a failed reward if the run goes on: a number, or exclude, which leaves the sample out of advantages,
-    loss and evaluation."""
+    """Value of a failed reward if the run goes on. It is a number, or exclude, which leaves the sample out of
+    advantages, loss and evaluation."""
     reward_concurrency: int = option(32, at_least=1, resume="free")
-    """Number of calls of an async reward that run at the same time on a rank."""
+    """Number of calls of an async reward that run at once on a rank."""
     reward_workers: int = option(2, at_least=1, resume="free")
     """Number of processes on a rank for isolated rewards, such as math."""
     judge: JudgeConfig = section(JudgeConfig)

@@ -53,16 +53,16 @@ class BasicConfig:
     config: str = option("", resume="free")
     """YAML file with any of these options. A flag on the command line overrides the file."""
     dry_run: bool = option(False, resume="free")
-    """Report the memory that the run needs on these ranks, without starting it. `lightrl plan` does so for other
-    machines."""
+    """Report the memory that the run needs on these ranks, and exit. For other machines, use `lightrl plan`."""
     model: str = BUILTIN_MODEL
     """Hugging Face folder or name. builtin:addition: a small model that is made on first use."""
     strategy: str = option("auto", resume="free")
-    """How the model is distributed over ranks: single, ddp, fsdp, deepspeed, megatron, or your own class as
+    """How the model is distributed: single, ddp, fsdp, deepspeed, megatron. Your own class is given as
     package.module:MyStrategy. auto: single in one process, else fsdp."""
     train_data: str = BUILTIN_MODEL
-    """Training data: a .jsonl, .json, .parquet, .csv or .tsv file, a pattern like '*.jsonl', hf:NAME[/CONFIG][:SPLIT],
-    a data set's folder, reasoning_gym:TASK, or builtin:addition. A sum such as 'a.jsonl + b.jsonl*2' mixes several."""
+    """Training data: files, a data set, or a built-in task. A .jsonl, .json, .parquet, .csv or .tsv file, a pattern
+    like '*.jsonl', hf:NAME[/CONFIG][:SPLIT], a data set's folder, reasoning_gym:TASK, or builtin:addition. A sum such
+    as 'a.jsonl + b.jsonl*2' mixes several."""
     eval_data: str = option("", resume="free")
     """Data for evaluation, in the form of train_data. Empty: the held-out part of builtin:addition if that is the
     training data, else none."""
@@ -77,7 +77,8 @@ class BasicConfig:
     """Samples (or pairs of answers) per forward and backward on a rank. 0: as many as max_tokens_per_microbatch allows.
     It changes memory and speed, never the result."""
     max_tokens_per_microbatch: int = option(16384, at_least=1, resume="free")
-    """Maximum number of tokens per forward and backward on a rank, if micro_batch_size is 0. A pair is never split."""
+    """Maximum number of tokens per forward and backward on a rank. Used if micro_batch_size is 0. A pair is never
+    split."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -133,8 +134,8 @@ class RunConfig(StrategyOptions, ExportOptions, BasicConfig):
     """Options of every trainer: a model, a way to spread it, data, an optimizer, a folder."""
 
     ema_decay: float = option(0.0, at_least=0, below=1, wanted="it must be 0 (none) or between 0 and 1, such as 0.99")
-    """Decay of an exponential moving average of the weights, such as 0.99: the share of it that each update keeps.
-    final_ema/ holds the average at the end. 0: no average."""
+    """Decay of an exponential moving average of the weights, such as 0.99. It is the share of the average that each
+    update keeps. final_ema/ holds the average at the end. 0: no average."""
     lora: LoraConfig = section(LoraConfig, check=check_adapters)
     log: LogConfig = section(LogConfig, resume="free")
     health: HealthConfig = section(HealthConfig, resume="free")
@@ -186,8 +187,7 @@ class RolloutConfig(SharingConfig, TruncationConfig, SamplingConfig, RewardConfi
     """Options of a trainer that generates and scores its own samples."""
 
     rollout_ranks: int = option(0, at_least=0, resume="free")
-    """Number of ranks, the last ones, that only generate while the others only train. 0: every rank does both in
-    turn."""
+    """Number of ranks, the last ones, that only generate. The others only train. 0: every rank does both in turn."""
     data: DataConfig = section(DataConfig, check=lambda config: _check_data(config))
     rollout: WorkflowConfig = section(WorkflowConfig, check=lambda config: _check_rollout(config))
     eval: EvalConfig = section(EvalConfig, resume="free", check=check_eval)
@@ -274,8 +274,8 @@ class GRPOConfig(ReferenceOptions, RolloutConfig):
     """Train a language model by GRPO."""
 
     teacher_model: str = ""
-    """Hugging Face folder or name of a model with the same tokenizer that scores the policy's own samples token by
-    token (on-policy distillation). Empty: no teacher."""
+    """Model that scores the policy's own samples token by token. It is a Hugging Face folder or name, with the same
+    tokenizer (on-policy distillation). Empty: no teacher."""
     algorithm: AlgorithmConfig = section(AlgorithmConfig, check=_check_horizon)
     dynamic_sampling: DynamicSamplingConfig = section(
         DynamicSamplingConfig, check=lambda config: _check_dynamic_sampling(config)
@@ -323,8 +323,8 @@ class PPOConfig(ReferenceOptions, RolloutConfig):
     """Train a language model by PPO with a critic."""
 
     critic_model: str = ""
-    """Model that the critic starts from: a language model, a reward model, or the final_critic/ of a run, with the
-    policy's tokenizer. Empty: --model."""
+    """Model that the critic starts from. It is a language model, a reward model, or the final_critic/ of a run, with
+    the policy's tokenizer. Empty: --model."""
     critic: CriticConfig = section(CriticConfig)
     algorithm: PPOAlgorithmConfig = section(PPOAlgorithmConfig, check=_check_horizon)
 
@@ -403,8 +403,9 @@ class SFTConfig(OfflineConfig):
     """Train a language model on responses."""
 
     train_data: str = "builtin:addition-answers"
-    """Training data: a .jsonl, .json, .parquet, .csv or .tsv file, a pattern like '*.jsonl', hf:NAME[/CONFIG][:SPLIT],
-    a data set's folder, or builtin:addition-answers. A line has a prompt and a response, or messages."""
+    """Training data: files, a data set, or a built-in task. A .jsonl, .json, .parquet, .csv or .tsv file, a pattern
+    like '*.jsonl', hf:NAME[/CONFIG][:SPLIT], a data set's folder, or builtin:addition-answers. A line has a prompt and
+    a response, or messages."""
     data: ResponseDataConfig = section(ResponseDataConfig)
 
 
@@ -413,8 +414,9 @@ class PairConfig(OfflineConfig):
     """Options of a trainer that learns from pairs of answers."""
 
     train_data: str = "builtin:addition-pairs"
-    """Training data: a .jsonl, .json, .parquet, .csv or .tsv file, a pattern like '*.jsonl', hf:NAME[/CONFIG][:SPLIT],
-    a data set's folder, or builtin:addition-pairs. A line has a prompt, chosen and rejected answers, or two chats."""
+    """Training data: files, a data set, or a built-in task. A .jsonl, .json, .parquet, .csv or .tsv file, a pattern
+    like '*.jsonl', hf:NAME[/CONFIG][:SPLIT], a data set's folder, or builtin:addition-pairs. A line has a prompt,
+    chosen and rejected answers, or two chats."""
     data: PairDataConfig = section(PairDataConfig)
 
 
@@ -423,7 +425,7 @@ class RMConfig(PairConfig):
     """Train a reward model on pairs of answers."""
 
     centring_coef: float = option(0.0, at_least=0)
-    """Weight in the loss of (chosen score + rejected score)^2, which keeps the scores around 0. 0.01 is usual."""
+    """Weight in the loss of (chosen score + rejected score)^2. It keeps the scores around 0; 0.01 is usual."""
     data: MarginPairDataConfig = section(MarginPairDataConfig)
 
 
@@ -434,13 +436,13 @@ class DPOConfig(ReferenceOptions, PairConfig):
     loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
     """Loss of a pair. sigmoid: the loss of the DPO paper."""
     beta: float = option(0.1, above=0)
-    """How strongly the policy is held to the model it started from; a small value lets it move far."""
+    """How strongly the policy is held to the model it started from. A small value lets it move far."""
     label_smoothing: float = option(0.0, at_least=0, below=0.5)
     """Share of pairs whose labels are taken to be wrong. Loss sigmoid only."""
     length_normalized: bool = False
-    """Compare the means of the answers' log-ratios over their tokens instead of the sums."""
+    """Compare means of the answers' log-ratios over tokens, not sums."""
     nll_coef: float = option(0.0, at_least=0)
-    """Weight in the loss of the mean -log p of the chosen answer's tokens, which keeps it from becoming less likely."""
+    """Weight in the loss of the chosen answer's mean -log p. It keeps that answer from becoming less likely."""
 
     def check(self) -> None:
         """Raises ValueError for an option of another loss."""

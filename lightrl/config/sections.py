@@ -445,6 +445,6 @@ class SharingConfig:
     __slots__ = ()
 
     share_prompts: Literal["auto", True, False] = option("auto", resume="free", check=check_sharing)
-    """Compute the common prefix of samples, such as the prompt of a group, once per micro-batch. It saves time and
-    memory, and changes results only by rounding (docs/shared_prompts.md). auto: on a CPU in float32, where options and
-    models allow it. True: always, or stop with the reason; it also keeps groups together in micro-batches."""
+    """Compute a prompt once for all its samples in a micro-batch. Other common prefixes are shared, too. This saves
+    time and memory, and changes results only by rounding (docs/shared_prompts.md). auto: on a CPU in float32, where
+    options and models allow it. True: always, or stop with the reason; groups then stay together in micro-batches."""

@@ -166,7 +166,7 @@ class MegatronConfig:
 
 @dataclass(kw_only=True, slots=True)
 class RoutingConfig:
-    """The routers of a mixture of experts (Mixtral, Qwen-MoE, OLMoE, DeepSeek-V3 and others)."""
+    """The routers of a mixture of experts (Mixtral, Qwen-MoE and others)."""
 
     replay: bool = False
     """Let the trainer use the experts that the engine chose for each token (R3), weighted by its own router. Engines
@@ -240,7 +240,7 @@ class TrainingConfig:
     gradient_checkpointing: bool = option(False, resume="free")
     """Recompute activations in the backward pass to save memory."""
     compile: bool = option(False, resume="free", check=lambda options: _check_compile(options))
-    """Compile each block of a trained model with torch.compile; the first step then takes minutes. Strategies single,
+    """Compile each block of a trained model with torch.compile. The first step then takes minutes. Strategies single,
     ddp and fsdp."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
@@ -255,11 +255,11 @@ class ParallelConfig:
     __slots__ = ()
 
     tp_size: int = option(1, at_least=1, resume="free")
-    """Number of consecutive ranks that split every weight matrix between them (tensor parallelism). Strategies
-    fsdp and megatron."""
+    """Number of ranks that split every weight matrix (tensor parallelism). They are consecutive. Strategies fsdp and
+    megatron."""
     sp_size: int = option(1, at_least=1, resume="free")
-    """Number of ranks that split the tokens of every micro-batch between them (sequence parallelism), for long
-    contexts. Strategy fsdp."""
+    """Number of ranks that split the tokens of a micro-batch. For long contexts (sequence parallelism). Strategy
+    fsdp."""
     fsdp: FSDPConfig = section(FSDPConfig, resume="free")
     deepspeed: DeepSpeedConfig = section(DeepSpeedConfig, resume="free")
     megatron: MegatronConfig = section(MegatronConfig, resume="free")
@@ -273,24 +273,24 @@ class EngineConfig:
     __slots__ = ()
 
     engine: str = "native"
-    """What generates responses: native, vllm, sglang, or your own class as package.module:MyEngine."""
+    """What generates responses: native, vllm or sglang. Your own class is given as package.module:MyEngine."""
     engine_tp_size: int = option(1, at_least=1)
-    """Number of consecutive ranks that share one engine by tensor parallelism."""
+    """Number of ranks that share one engine by tensor parallelism. They are consecutive."""
     engine_mem_fraction: float = option(0.4, above=0, below=1, wanted="it must be between 0 and 1", resume="free")
-    """Share of a GPU's memory for the engine's weights and KV cache while it is awake. Engines vllm and sglang."""
+    """Share of GPU memory for the weights and KV cache of an awake engine. Engines vllm and sglang."""
     engine_args: tuple[str, ...] = option((), check=engine_arguments)
-    """Further arguments of the engine as name=value: those of LLM() for vllm, of Engine() for sglang."""
+    """Further arguments of the engine as name=value. They are those of LLM() for vllm and of Engine() for sglang."""
     engine_sleep_level: Literal[0, 1, 2] = option(1, resume="free")
     """What the engine frees while the model trains. 0: nothing; it never sleeps. 1: the KV cache; vllm also moves its
     weights to host memory. 2: the weights too, which the next weight sync restores."""
     sync_bucket_mb: int = option(512, at_least=1, resume="free")
-    """Megabytes of whole weights that a weight sync holds at a time, besides those of trainer and engine."""
+    """Megabytes of whole weights that a weight sync holds at a time. Those of trainer and engine come on top."""
     canary_every: int = option(50, at_least=0, resume="free")
     """Number of weight syncs from one canary to the next. A canary compares a few logprobs of engine and trainer after
     a sync; the first sync always has one. 0: none."""
     offload_while_generating: bool = option(False, resume="free")
-    """Move the trainer's weights, gradients and optimizer states, and the reference model, to host memory while the
-    engine is awake. Each rollout then waits for two copies."""
+    """Move the trainer's state to host memory while the engine is awake. This includes its weights, gradients,
+    optimizer states and the reference model. Each rollout then waits for two copies."""
     native: NativeEngineConfig = section(
         NativeEngineConfig, resume="free", check=lambda options: _check_native(options)
     )
@@ -304,10 +304,10 @@ class CriticTrainingConfig:
     __slots__ = ()
 
     critic_lr: float = option(1e-4, at_least=0)
-    """Peak learning rate of the critic, or of its head alone on a shared backbone."""
+    """Peak learning rate of the critic. On a shared backbone it is that of the value head alone."""
     critic_warmup_steps: int = option(0, at_least=0)
-    """Number of optimizer steps, from the first, in which the critic trains only its value head. To freeze the policy
-    instead, use --critic.policy_frozen_steps."""
+    """Number of first updates that train only the critic's value head. To freeze the policy instead, use
+    --critic.policy_frozen_steps."""
 
 
 @dataclass(kw_only=True)
@@ -317,8 +317,9 @@ class ExactConfig:
     __slots__ = ()
 
     exact: bool = option(False, check=check_exact)
-    """Give the same weights and metrics, bit for bit, at any number of ranks and under strategy single, ddp or fsdp
-    (docs/exact.md). Micro-batch options then have no effect. Needs float32, a CPU and the native engine."""
+    """Give the same bits at any number of ranks (docs/exact.md). Weights and metrics then do not depend on the ranks,
+    on strategy single, ddp or fsdp, or on micro-batch options, which have no effect. Needs float32, a CPU and the
+    native engine."""
     exact_tile_tokens: int = option(2048, at_least=1, check=check_exact)
     """Maximum size of a tile, in tokens. A tile is the unit in which --exact computes a step, whole on one rank.
     Smaller tiles let more ranks share a step; with larger ones fewer gradients are added up."""

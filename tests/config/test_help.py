@@ -7,7 +7,17 @@ from typing import Any, Literal
 import pytest
 
 from lightrl.algorithms.registry import BUILTIN as ALGORITHMS
-from lightrl.config import GRPOConfig, PPOConfig, option, parse_config, section
+from lightrl.config import (
+    DPOConfig,
+    EvaluateConfig,
+    GRPOConfig,
+    PPOConfig,
+    RMConfig,
+    SFTConfig,
+    option,
+    parse_config,
+    section,
+)
 from lightrl.config.help import help_on, short_help, whole_help
 from lightrl.data.curriculum import BUILTIN_CURRICULA
 from lightrl.engines.base import BUILTIN_ENGINES
@@ -103,6 +113,11 @@ def test_the_short_help_without_sections_names_none() -> None:
 def test_the_help_names_every_built_in(config: type[Any], flag: str, names: dict[str, str]) -> None:
     words = set(re.findall(r"\w+", help_on(config, flag).partition("\n--")[0]))
     assert sorted(set(names) - words) == []
+
+
+@pytest.mark.parametrize("config", [GRPOConfig, PPOConfig, SFTConfig, RMConfig, DPOConfig, EvaluateConfig])
+def test_no_line_of_the_short_help_is_cut(config: type[Any]) -> None:
+    assert [line for line in short_help(config, "run.py").splitlines() if line.endswith(" ...")] == []
 
 
 def test_a_topic_is_a_section_or_an_option_or_a_part_of_names() -> None:
