@@ -14,7 +14,9 @@ import argparse
 import copy
 import dataclasses
 import logging
+import re
 import signal
+import textwrap
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -158,7 +160,7 @@ class Row:
             trained = generated = "not tried"
         engine = f"{self.engine_difference:.0e}" if self.generated else ""
         equal = "yes" if self.is_equal else "no" if self.trained and self.generated else ""
-        return [self.model_type, trained, generated, equal, *worst, engine, self.error.replace("|", "/")]
+        return [self.model_type, trained, generated, equal, *worst, engine, self.error.strip().replace("|", "/")]
 
 
 def random_model(config: Any) -> PreTrainedModel:
@@ -256,7 +258,8 @@ def _summary(error: BaseException) -> str:
         return "changes its logits or mixes tokens in a way that lightrl does not know."
     if "does not reproduce the logits" in text:
         return "its logits depend on later tokens, or fail."
-    return text[:90]
+    text = re.sub(r"^Model type '[^']*' cannot be trained: ", "", text)
+    return textwrap.shorten(text, 110, placeholder=" ...")
 
 
 # ---- All types ---------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ def check_scores(policy: Policy, device: torch.device) -> None:
     Call it before the policy is sharded.
     """
     model, was_training = policy.hf, policy.training
+    _check_head(model)
     prompts = [random_tokens(model, length, seed) for seed, (length, _) in enumerate(_LENGTHS)]
     responses = [random_tokens(model, length, -1 - seed) for seed, (_, length) in enumerate(_LENGTHS)]
     encoded = _with_random_image(model.config, prompts) if policy.takes_images else None
@@ -53,6 +54,20 @@ def check_scores(policy: Policy, device: torch.device) -> None:
         raise _unknown_output(model.config.model_type, difference, allowed)
     if in_training > allowed / 10:
         raise refuse_randomness(policy, lambda: policy(batch), in_training.item())
+
+
+def _check_head(model: PreTrainedModel) -> None:
+    """Raises ValueError for weights of the output layer that the policy's logits leave out.
+
+    Where they begin as 1, no score shows it, and they would silently stay as they are.
+    """
+    head: Any = model.get_output_embeddings()
+    others = [name for name, _ in head.named_parameters() if name not in ("weight", "bias")] if head else []
+    if isinstance(head, nn.Linear) and others:
+        raise ValueError(
+            f"Model type {model.config.model_type!r} cannot be trained: its output layer also has {', '.join(others)}, "
+            "which lightrl would leave out. Choose another model."
+        )
 
 
 @contextmanager

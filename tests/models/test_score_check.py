@@ -167,6 +167,26 @@ class Noisy(nn.Module):
         return result + torch.rand_like(result) if self.training else result
 
 
+class ScaledHead(nn.Linear):
+    """Scales logits by weights that begin at 1, so that no score shows them."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__(head.in_features, head.out_features, bias=False)
+        self.weight = head.weight
+        self.logit_scale = nn.Parameter(torch.ones(head.out_features))
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (the name in torch)
+        return super().forward(input) * self.logit_scale
+
+
+def test_a_head_with_weights_that_would_not_train_is_refused() -> None:
+    model = policy(transformers.LlamaConfig(**SHAPE))
+    check_scores(model, CPU)
+    model.hf.lm_head = ScaledHead(model.hf.lm_head)
+    with pytest.raises(ValueError, match=r"'llama' cannot be trained: its output layer also has logit_scale, which "):
+        check_scores(model, CPU)
+
+
 def test_noise_of_another_kind_is_refused_by_the_name_of_its_module() -> None:
     model = policy(CONFIGS["llama"]())
     layer = model.hf.get_decoder().layers[1]
