@@ -76,7 +76,9 @@ class CheckpointDirectory:
         files = {path.relative_to(temporary).as_posix(): path for path in written if path.is_file()}
         if not files:
             raise _nothing_to_commit(temporary, step)
-        manifest = {"files": {name: path.stat().st_size for name, path in files.items()}, "crc32s": _checksums(files)}
+        # A safetensors file has a checksum per block, in the file beside it.
+        checked = {name: zlib.crc32(path.read_bytes()) for name, path in files.items() if path.suffix != ".safetensors"}
+        manifest = {"files": {name: path.stat().st_size for name, path in files.items()}, "crc32s": checked}
         # Files first, including those of other processes on this machine, then the directories that name them.
         for path in (*reversed(written), temporary):
             flush(path)
@@ -297,8 +299,11 @@ def save_json(path: Path, value: Any) -> None:
 def save_bytes(path: Path, content: bytes) -> None:
     """Writes the file whole or not at all."""
     temporary = path.with_name(f"{_TEMPORARY_PREFIX}{path.name}")
-    temporary.write_bytes(content)
-    _put_in_place(temporary, path)
+    try:
+        temporary.write_bytes(content)
+        _put_in_place(temporary, path)
+    except OSError as error:
+        raise disk_error(error, temporary) from error
 
 
 def load_json(path: Path) -> Any:
@@ -316,20 +321,20 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     mode = temporary.stat().st_mode  # safetensors gives its files 0600, whatever the umask
     try:
         save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, temporary)
-    except SafetensorError as error:
-        raise _disk_error(error, temporary) from error
-    with suppress(OSError):  # some file systems have no modes
-        temporary.chmod(mode)
-    _put_in_place(temporary, path)
+        with suppress(OSError):  # some file systems have no modes
+            temporary.chmod(mode)
+        _put_in_place(temporary, path)
+    except (SafetensorError, OSError) as error:
+        raise disk_error(error, temporary) from error
 
 
-def _checksums(files: Mapping[str, Path]) -> dict[str, int]:
-    """Returns the CRC-32 of each file by name, except safetensors files: the file beside each has one per block."""
-    return {name: zlib.crc32(path.read_bytes()) for name, path in files.items() if path.suffix != ".safetensors"}
+def disk_error(error: SafetensorError | OSError, path: Path) -> Exception:
+    """Returns the operating system's error with the path of its file, which that of a write or a flush does not name.
 
-
-def _disk_error(error: SafetensorError, path: Path) -> Exception:
-    """Returns the operating system's error that safetensors wraps into a text, such as `(os error 28)`."""
+    safetensors wraps the error into a text, such as `(os error 28)`.
+    """
+    if isinstance(error, OSError):
+        return OSError(error.errno, error.strerror, error.filename or str(path))
     code = re.search(r"os error (\d+)", str(error))
     return error if code is None else OSError(int(code[1]), os.strerror(int(code[1])), str(path))
 

@@ -22,6 +22,7 @@ from lightrl.checkpoint import (
     CheckpointDirectory,
     load_json,
     resolve_checkpoint,
+    save_bytes,
     save_json,
     save_tensors,
 )
@@ -444,12 +445,23 @@ def last_logged(log: Path) -> int:
     return int(log.read_text().split()[-1])
 
 
-def test_a_full_disk_is_an_error_of_the_system_whatever_writes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: save_tensors(path, {"weight": torch.zeros(100_000)}),
+        lambda path: save_bytes(path, bytes(100_000)),
+        lambda path: save_json(path, [0] * 100_000),
+    ],
+)
+def test_a_full_disk_is_an_error_of_the_system_that_names_the_file(
+    write: Callable[[Path], None], tmp_path: Path
+) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
     try:
         with pytest.raises(OSError, match="File too large") as error:
-            save_tensors(tmp_path / "tensors", {"weight": torch.zeros(100_000)})
+            write(tmp_path / "file")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert error.value.filename == str(tmp_path / ".tmp-tensors")
+    assert error.value.filename == str(tmp_path / ".tmp-file")
+    assert f"{tmp_path}/.tmp-file" in str(error.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -22,6 +23,9 @@ logger = logging.getLogger(__name__)
 def refusal(folder: Path, error: Exception) -> str:
     """Returns why a run cannot use its folder; of an error that names no file, such as one of the lock, its text."""
     folder, name = folder.absolute(), getattr(error, "filename", None)
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        full = f"the disk takes no more ({error.strerror})"
+        return f"--output_dir {folder} cannot be used: {full}. Make room there, or name another folder."
     if not isinstance(error, OSError) or not name:
         return str(error)
     nearest = next(path for path in (folder, *folder.parents) if os.path.lexists(path))

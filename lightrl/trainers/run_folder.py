@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightrl.builtin.task import HELD_OUT
-from lightrl.checkpoint import save_bytes, save_json
+from lightrl.checkpoint import disk_error, save_bytes, save_json
 from lightrl.comm import Comm
 from lightrl.config import OfflineConfig, RolloutConfig, RunConfig, as_dict, to_yaml
 from lightrl.data.mixture import files_of, parts_of
@@ -171,7 +171,7 @@ def _append(path: Path, rows: list[dict[str, Any]]) -> None:
     except OSError as error:
         with suppress(OSError):
             os.truncate(path, size)  # half a line would corrupt the next one
-        raise OSError(error.errno, error.strerror, str(path)) from error  # a write names no file
+        raise disk_error(error, path) from error
 
 
 def _for_json(value: float) -> float | int | None:

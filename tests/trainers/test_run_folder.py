@@ -20,7 +20,7 @@ import yaml
 from lightrl.checkpoint import CheckpointDirectory
 from lightrl.config import DeepSpeedConfig, GRPOConfig
 from lightrl.records import Experience, Prompt, Sample
-from lightrl.trainers.earlier_run import find_checkpoint, last_step
+from lightrl.trainers.earlier_run import find_checkpoint, last_step, refusal
 from lightrl.trainers.run_folder import RunFolder, new_run_path
 
 
@@ -181,6 +181,14 @@ def test_a_full_disk_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     with pytest.raises(OSError, match=rf"\[Errno {errno.ENOSPC}\] .*: '{tmp_path}/metrics.jsonl'"):
         RunFolder(tmp_path).append_metrics(1, {"loss": 1.0})
+
+
+@pytest.mark.parametrize("name", [None, "owner.json"])
+def test_a_full_disk_at_the_start_is_told_with_what_to_do(name: str | None, tmp_path: Path) -> None:
+    """The write of owner.json names no file."""
+    full = OSError(errno.ENOSPC, "No space left on device", *([str(tmp_path / name)] if name else []))
+    told = "cannot be used: the disk takes no more (No space left on device). Make room there, or name another folder."
+    assert refusal(tmp_path, full) == f"--output_dir {tmp_path} {told}"
 
 
 def test_metrics_may_be_numbers_of_numpy_and_torch(tmp_path: Path) -> None:

@@ -124,10 +124,8 @@ def block_checksums(tensor: Tensor, num_rows: int) -> list[int]:
 
 
 def _index_entry(piece: Piece) -> dict[str, Any]:
-    shape, dtype = list(piece.tensor.shape), str(piece.tensor.dtype).removeprefix("torch.")
-    if piece.rows is None:
-        return {"shape": shape, "dtype": dtype}
-    return {"shape": [piece.num_rows, *shape[1:]], "dtype": dtype, "rows": list(piece.rows)}
+    rows = {} if piece.rows is None else {"shape": [piece.num_rows, *piece.tensor.shape[1:]], "rows": list(piece.rows)}
+    return {"shape": list(piece.tensor.shape), "dtype": str(piece.tensor.dtype).removeprefix("torch."), **rows}
 
 
 # ---- The hash of weights ---------------------------------------------------------------------------------------------
