@@ -111,7 +111,7 @@ def _leave_step(run: StoppableTraining, error: BaseException) -> None:
             run.strategy.layout.drop_gradients(trained.model)
         run.statistics.take()
         run.watch.take()
-    elif is_under_torchrun():
+    elif is_under_torchrun() and not _tell_of_disk(error, run):
         tell(error)
         _say(f"The run has ended; {how_to_go_on(run)}.")
 
@@ -171,10 +171,9 @@ def _explain(error: BaseException, trainer: StoppableRun | None) -> int:
     if isinstance(error, KeyboardInterrupt):
         _say(f"interrupted; {how_to_go_on(trainer)}")
         return 130
-    disk_error = find_disk_error(error, trainer.folder.root) if trainer is not None else None
-    if disk_error is not None:
-        print_user_error(OSError(f"{describe_disk_error(disk_error)}; {how_to_go_on(trainer)}"))
-    elif isinstance(error, RankError):
+    if _tell_of_disk(error, trainer):
+        return 1
+    if isinstance(error, RankError):
         tell(error)
     else:
         text = explain(error) if isinstance(error, RewardError) else describe(error).rstrip()
@@ -332,7 +331,7 @@ def _drop_lost_terminal() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
-_told: list[RankError] = []
+_told: list[BaseException] = []
 
 
 def tell(error: RankError) -> None:
@@ -343,6 +342,15 @@ def tell(error: RankError) -> None:
         with suppress(OSError, ValueError):  # nobody may be listening any more
             sys.stderr.write(f"[{rank_name() or 'rank 0'}] {error}\n")
             sys.stderr.flush()
+
+
+def _tell_of_disk(error: BaseException, run: StoppableRun | None) -> bool:
+    """Prints once per error, perhaps of another rank, what the disk refuses; returns whether it is one of the disk."""
+    disk_error = find_disk_error(error, run.folder.root) if run is not None else None
+    if disk_error is not None and error not in _told:
+        _told.append(error)
+        print_user_error(OSError(f"{describe_disk_error(disk_error)}; {how_to_go_on(run)}"))
+    return disk_error is not None
 
 
 def _say(text: str) -> None:

@@ -259,6 +259,20 @@ def test_a_rank_that_loses_another_says_how_to_go_on(
     assert told.index("rank 1 is gone") < told.index("The run has ended; there is no checkpoint, since --checkpoint")
 
 
+def test_the_full_disk_of_another_rank_is_one_sentence_to_people_and_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("RUN_ID", "none"), ("ERROR_FILE", f"{tmp_path}/error")):
+        monkeypatch.setenv(f"TORCHELASTIC_{name}", value)
+    error = RankError("Traceback (most recent call last)")
+    error.mistake = "rank 1: [Errno 28] No space left on device: '/runs/a'"
+    with pytest.raises(RankError), lifetime.ended_by_signals(run := stoppable(tmp_path)):
+        raise error
+    assert lifetime._explain(error, run) == 1
+    for told in (capfd.readouterr().err, (tmp_path / "error").read_text()):
+        assert (told.count("no more (No space left on device) for /runs/a:"), "Traceback" in told) == (1, False)
+
+
 @pytest.mark.parametrize(
     ("step", "every", "code", "saved"),
     [
