@@ -210,13 +210,16 @@ def cut_after(path: Path, steps_done: int) -> None:
         moved = path.rename(_unused_name(path))
         logger.warning("The run begins at its first step: what %s had of an earlier start is in %s.", path, moved.name)
         return
-    temporary = path.with_suffix(".tmp")
+    temporary, last = path.with_suffix(".tmp"), 0
     with temporary.open("wb") as kept:
         for line in _lines(path):
             step = _step_of(line)  # None: a line that a kill cut short
             if step is not None and step <= steps_done:
                 kept.write(line.rstrip(b"\n") + b"\n")
+                last = step
     temporary.replace(path)
+    if last < steps_done and path.stem == "metrics":  # a step of which no sample is left has no line in samples.jsonl
+        logger.warning("%s lacks the steps after %d, though the run goes on after %d.", path, last, steps_done)
 
 
 def _unused_name(path: Path) -> Path:

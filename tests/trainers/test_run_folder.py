@@ -150,6 +150,17 @@ def test_resuming_drops_what_came_after_the_checkpoint(tmp_path: Path, caplog: p
     assert len((folder.root / "metrics.old-2.jsonl").read_text().splitlines()) == 1
 
 
+def test_a_log_that_was_copied_before_the_checkpoint_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = used(tmp_path)
+    for step in (1, 2):
+        folder.append_metrics(step, {})
+    folder.open(GRPOConfig(), 2)
+    assert caplog.messages == []
+    folder.open(GRPOConfig(), 4)
+    assert [row["step"] for row in folder.metrics()] == [1, 2]
+    assert caplog.messages == [f"{folder.root}/metrics.jsonl lacks the steps after 2, though the run goes on after 4."]
+
+
 def test_rows_are_plain_json(tmp_path: Path) -> None:
     folder = used(tmp_path)
     folder.append_metrics(1, {"loss": math.nan, "tokens": 5e6, "lr": 1e-4})
