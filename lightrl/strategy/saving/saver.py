@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adam, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from lightrl.checkpoint import open_directory, resolve_checkpoint
@@ -22,6 +22,7 @@ from lightrl.comm import Comm
 from lightrl.models.lora import is_adapter, trained_parameters
 from lightrl.models.policy import persistent_buffers
 from lightrl.strategy.layout.plain import PlainLayout, has_adapters
+from lightrl.strategy.optim.muon import MuonWithAdamW
 from lightrl.strategy.optim.optimizers import TrainedModels
 from lightrl.strategy.results import TrainedModel
 from lightrl.strategy.saving.registration import owner_of
@@ -242,11 +243,26 @@ class TrainingStateSaver:
                 f"{path} holds optimizer states of parameters that the model lacks: {', '.join(sorted(unknown)[:5])}. "
                 "Give the modules that were prepared and saved, or pass load_optimizer_states=False."
             )
+        _require_its_states(path, trained, reader)
         self._strategy.trained.require_on_device(optimizer)
         optimizer.state.clear()
         for hook in self._strategy.trained.hooks_of(optimizer):
             hook.restore(optimizer, state)
         self._strategy.layout.load_optimizer_states(model, optimizer, reader)
+
+
+def _require_its_states(path: Path, trained: TrainedModel, reader: TensorReader) -> None:
+    """Raises ValueError if AdamW or Muon would continue states of another kind, as with another --optim.name."""
+    names = {parameter: name for name, parameter in trained.model.named_parameters()}
+    for group in trained.optimizer.param_groups:
+        its_own = "momentum_buffer" if group.get("is_muon") else "exp_avg"
+        for keys in (reader.keys_of(names.get(parameter, "")) for parameter in group["params"]):
+            if keys and its_own not in keys and isinstance(trained.optimizer, Adam | MuonWithAdamW):
+                raise ValueError(
+                    f"{path} holds optimizer states ({', '.join(keys)}) that {type(trained.optimizer).__name__} cannot "
+                    "continue. Give the --optim.name of the run that wrote it, or start anew from its model: --model "
+                    "with final/ of its folder. In Python, load_optimizer_states=False goes on without the states."
+                )
 
 
 def _is_plain(value: Any) -> bool:

@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -97,6 +98,23 @@ def test_a_schedule_and_a_resume_reach_both(tmp_path: Path) -> None:
         found.append({name: parameter.detach().clone() for name, parameter in policy.named_parameters()})
     for name, value in found[0].items():
         assert_close(found[1][name], value, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize(("saved", "now"), [("adamw", "muon"), ("muon", "adamw")])
+def test_the_states_of_another_optimizer_are_refused(
+    saved: Literal["adamw", "muon"], now: Literal["adamw", "muon"], tmp_path: Path
+) -> None:
+    for name in (saved, now):
+        strategy = create_strategy(GRPOConfig(optim=OptimConfig(name=name)))
+        (policy, optimizer, _), *_ = strategy.prepare_models_and_optimizers(
+            tiny_policy(), None, None, None, strategy.args, 4
+        )
+        if name == saved:
+            strategy.train_batch([make_batch(samples(0))], loss_fn, num_tokens)
+            strategy.save_ckpt(policy, str(tmp_path), max_mem=0)
+    with pytest.raises(ValueError, match=f"that {type(optimizer).__name__} cannot continue. Give the --optim.name"):
+        strategy.load_ckpt(policy, str(tmp_path))
+    strategy.load_ckpt(policy, str(tmp_path), load_optimizer_states=False)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "deepspeed"])
