@@ -176,7 +176,7 @@ class CheckpointDirectory:
         name = path.name.removeprefix(_REPLACED_PREFIX).removeprefix(_TEMPORARY_PREFIX)
         doomed = self.root / (_DELETED_PREFIX + name)
         if doomed.exists():
-            shutil.rmtree(doomed)
+            _remove_tree(doomed)
         os.rename(path, doomed)
         _remove(doomed)
 
@@ -184,9 +184,17 @@ class CheckpointDirectory:
 def _remove(doomed: Path) -> None:
     """Deletes a directory, or warns: NFS keeps the files that a process still reads, and with them their directory."""
     try:
-        shutil.rmtree(doomed)
+        _remove_tree(doomed)
     except OSError as error:
         logger.warning("%s could not be deleted (%s). The next checkpoint tries again.", doomed, error)
+
+
+def _remove_tree(path: Path) -> None:
+    """Deletes a directory; if it is a link to one that somebody has moved elsewhere, only the link."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def set_aside(checkpoint: Path) -> Path:

@@ -441,6 +441,21 @@ def test_the_newest_complete_one_loads_after_a_kill_at_any_moment(tmp_path: Path
     assert last_logged(log) >= 15
 
 
+def test_of_a_checkpoint_that_was_moved_and_linked_only_the_link_is_deleted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = CheckpointDirectory(tmp_path / "run", keep=1)
+    for step in (1, 2, 2, 2):  # step 1 is the oldest one, and step 2 is saved again
+        path, elsewhere = save(directory, step), tmp_path / f"moved-{len(list(tmp_path.iterdir()))}"
+        assert not path.is_symlink()
+        path.rename(elsewhere)
+        path.symlink_to(elsewhere)
+        assert directory.latest() == path
+    assert sorted(path.name for path in directory.root.iterdir()) == ["latest", "step-000002"]
+    assert len(list(tmp_path.glob("moved-*/state.json"))) == 4
+    assert caplog.messages == []
+
+
 def last_logged(log: Path) -> int:
     return int(log.read_text().split()[-1])
 
