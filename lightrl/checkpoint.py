@@ -145,8 +145,9 @@ class CheckpointDirectory:
 
     def path(self, step: int) -> Path:
         """Returns the complete checkpoint of this step."""
-        complete = {checkpoint.step: checkpoint.path for checkpoint in self._complete(warn=True)}
+        complete = {checkpoint.step: checkpoint.path for checkpoint in self._complete()}
         if step not in complete:
+            self._complete(warn=True)
             steps = ", ".join(map(str, sorted(complete))) or "none"
             raise FileNotFoundError(f"{self.root} has no complete checkpoint of step {step}. Complete steps: {steps}.")
         return complete[step]

@@ -216,6 +216,8 @@ def test_an_incomplete_checkpoint_is_skipped_with_a_warning(
     assert "step-000002" in caplog.text
     assert reason in caplog.text
     assert directory.steps() == [1]
+    assert generation_in(directory.path(1)) == 1
+    assert len(caplog.messages) == 1  # what a run that continues from step 1 is told
     with pytest.raises(FileNotFoundError, match="no complete checkpoint of step 2. Complete steps: 1."):
         directory.path(2)
 
