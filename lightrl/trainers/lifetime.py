@@ -11,12 +11,13 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from glob import glob
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
+from weakref import WeakSet
 
 from lightrl import stall_watch
 from lightrl.checkpoint import CheckpointDirectory
@@ -223,14 +224,15 @@ def _refuse(mistake: BaseException, error: BaseException) -> None:
 class SignalWatch:
     """A thread that receives signals while the main thread waits in C, and notices when torchrun is gone."""
 
+    received = 0  # the first signal that asks for the end
+    _orphan_since: float | None = None
+    _deadline: float | None = None
+    _exit_code = 0  # at the deadline
+    _former: Mapping[int, Any] = {}  # handlers by signal; those that start() has replaced
+
     def __init__(self, run: StoppableRun) -> None:
-        self.received = 0  # the first signal that asks for the end
         self._run = run
         self._parent = os.getppid() if is_under_torchrun() else 0
-        self._orphan_since: float | None = None
-        self._deadline: float | None = None
-        self._exit_code = 0  # at the deadline
-        self._former: dict[int, Any] = {}
 
     def start(self) -> None:
         """Handles the signals that are left at their default. Python allows this only in the main thread."""
@@ -245,17 +247,23 @@ class SignalWatch:
         self._former = {signum: signal.signal(signum, self._receive) for signum in free}
         self._thread = threading.Thread(target=self._watch, name="signals", daemon=True)
         self._thread.start()
+        _listening.add(self)
 
     def stop(self) -> None:
         """Restores the former signal handlers."""
         if not hasattr(self, "_thread"):
             return
-        signal.set_wakeup_fd(self._former_wakeup)
-        for signum, handler in self._former.items():
-            signal.signal(signum, handler)
+        _listening.discard(self)
+        self.let_go()
         self._written.close()
         self._thread.join()
         self._heard.close()
+
+    def let_go(self) -> None:
+        """Restores the former handlers, in this process or in a child that it has forked."""
+        signal.set_wakeup_fd(self._former_wakeup)
+        for signum, handler in self._former.items():
+            signal.signal(signum, handler)
 
     def _receive(self, signum: int, _frame: object) -> None:
         """Notes the signal for the next step; Python also sends its number to the watch, even while C code runs."""
@@ -322,6 +330,18 @@ class SignalWatch:
         name = signal.Signals(self._exit_code - 128).name
         _say(f"{name}: step and checkpoint took too long, so the run ends without them; {how_to_go_on(self._run)}")
         end_process(self._exit_code)
+
+
+_listening: WeakSet[SignalWatch] = WeakSet()
+
+
+def _let_go_in_child() -> None:
+    """Lets signals end a child of a user's code, such as a worker of multiprocessing, and tells no rank of them."""
+    for watch in _listening:
+        watch.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def _drop_lost_terminal() -> None:

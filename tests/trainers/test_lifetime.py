@@ -332,6 +332,23 @@ def test_only_the_first_signal_sets_the_time_that_is_left(watch: lifetime.Signal
         watch._react(b"")
 
 
+def test_a_signal_ends_a_child_of_a_users_code_and_is_not_heard_by_the_rank(watch: lifetime.SignalWatch) -> None:
+    """Such as terminate() of a pool of multiprocessing, which waits for the end of its workers."""
+    watch.start()
+    try:
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        watch._heard.settimeout(0.5)
+        assert watch._next_signals() == b""
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert watch.received == signal.SIGTERM
+    finally:
+        watch.stop()
+
+
 def test_after_ctrl_c_a_call_into_c_has_a_few_seconds(watch: lifetime.SignalWatch) -> None:
     watch._react(bytes([signal.SIGINT]))
     assert watch.received == 0  # Python raises KeyboardInterrupt
