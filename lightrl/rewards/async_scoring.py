@@ -21,6 +21,7 @@ from lightrl.rewards.scoring import (
 )
 from lightrl.rewards.time_limit import TimeLimitError, time_limit
 from lightrl.rewards.unit_scoring import UnitRunner, listed
+from lightrl.torch_settings import settings_kept
 
 Result = TypeVar("Result")
 
@@ -110,7 +111,7 @@ class AsyncRunner(UnitRunner):
         # The time limits of the calls cannot end a call that blocks the loop itself.
         limit_s = self.limits.timeout_s * (1 + math.ceil(len(units) / self._concurrency)) * max(map(len, units))
         try:
-            with time_limit(limit_s):
+            with settings_kept(f"The reward {self.name!r}"), time_limit(limit_s):
                 if self._thread is not None:
                     running = asyncio.run_coroutine_threadsafe(self._gather(units, budget), loop)
                     outcomes = running.result(limit_s or None)

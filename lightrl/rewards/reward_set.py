@@ -19,6 +19,7 @@ from lightrl.records import Sample
 from lightrl.rewards.applicability import Condition, SelectiveRunner, SelectiveTogether, conditions_of, fail_unjudged
 from lightrl.rewards.async_scoring import AsyncRunner
 from lightrl.rewards.messages import run_file
+from lightrl.rewards.own_runner import OwnRunner
 from lightrl.rewards.scoring import (
     NO_REWARD,
     AnyReward,
@@ -231,7 +232,7 @@ def is_collective(reward: Any) -> bool:
 def make_runner(reward: AnyReward, limits: ScoringLimits = _NO_LIMITS, *, name: str = "") -> RewardRunner:
     """Returns a reward that is ready to run; its signature is checked here, before anything expensive."""
     kind = kind_of(reward)
-    plain = RewardRunner if kind.scope == "sample" else UnitRunner
+    plain = UnitRunner if kind.scope != "sample" else OwnRunner if kind.is_own else RewardRunner
     runner = IsolatedRunner if kind.isolation is not None else AsyncRunner if kind.is_async else plain
     return runner(reward, kind, limits, name or reward_name(reward))
 

@@ -84,6 +84,7 @@ class Isolation:
 class RewardKind:
     """The way in which a reward must be called."""
 
+    is_own: bool = True  # not built in: it has no tests of ours
     scope: Scope = "sample"
     is_async: bool = False
     isolation: Isolation | None = None
@@ -129,13 +130,14 @@ def kind_of(reward: AnyReward) -> RewardKind:
     function = unwrapped(reward)
     is_batched, is_grouped = (bool(getattr(function, name, False)) for name in ("is_batched", "is_grouped"))
     kind = RewardKind(
+        is_own=not str(getattr(function, "__module__", "")).startswith("lightrl.rewards."),
         scope="batch" if is_batched else "group" if is_grouped else "sample",
         is_async=any(map(inspect.iscoroutinefunction, (function, type(function).__call__))),
         isolation=getattr(function, "isolation", None),
         max_concurrency=getattr(function, "max_concurrency", None),
         needs_time_limit=getattr(function, "needs_time_limit", True),
     )
-    if not str(getattr(function, "__module__", "")).startswith("lightrl.rewards."):  # built-in ones have tests
+    if kind.is_own:
         _check_marks(reward, kind, is_grouped=is_grouped)
         _check_signature(reward, kind.scope)
     return kind

@@ -17,6 +17,7 @@ from lightrl.rewards.scoring import (
     wrong_count,
 )
 from lightrl.rewards.time_limit import call_in_time
+from lightrl.torch_settings import settings_kept
 
 
 class UnitRunner(RewardRunner):
@@ -26,7 +27,8 @@ class UnitRunner(RewardRunner):
         """Returns an outcome for each sample; raises RewardError as soon as the budget is exceeded."""
         outcomes: list[Outcome] = []
         for unit in self.units(samples):
-            part = self._call(unit, budget)
+            with settings_kept(f"The reward {self.name!r}"):
+                part = self._call(unit, budget)
             budget.record(part)
             outcomes += part
         return outcomes

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lightrl.algorithms.advantages import ScoredSamples
+from lightrl.torch_settings import settings_kept
 
 
 class OwnAdvantage(partial[Tensor]):
@@ -25,7 +26,8 @@ class OwnAdvantage(partial[Tensor]):
 
     def __call__(self, samples: ScoredSamples) -> Tensor:
         """Returns the advantages, [B]."""
-        returned: Any = super().__call__(samples)
+        with settings_kept(f"--algorithm.advantage {self.name}"):
+            returned: Any = super().__call__(samples)
         count = len(samples.rewards)
         if not isinstance(returned, Tensor) or returned.shape != (count,) or returned.is_complex():
             raise TypeError(

@@ -19,7 +19,9 @@ RETURNED: list[Any] = []  # by the next call with three samples
 
 @advantage(min_group="draws", whiten=False)
 def own(samples: ScoredSamples, *, draws: int = 2) -> Any:
-    return RETURNED[-1] if len(samples.rewards) == 3 else samples.rewards
+    if len(samples.rewards) != 3:
+        return samples.rewards
+    return RETURNED[-1]() if callable(RETURNED[-1]) else RETURNED[-1]
 
 
 def objective() -> PolicyObjective:
@@ -68,3 +70,11 @@ def test_a_number_for_each_sample_is_taken_in_any_type() -> None:
 def test_a_wrong_result_is_named(returned: Any, text: str) -> None:
     with pytest.raises(TypeError, match=rf"--algorithm.advantage {__name__}:own {text}.*must return a tensor of shape"):
         advantages_of(returned)
+
+
+def test_settings_of_torch_that_it_leaves_changed_are_named() -> None:
+    try:
+        with pytest.raises(RuntimeError, match=rf"--algorithm.advantage {__name__}:own has changed settings of torch"):
+            advantages_of(lambda: torch.set_grad_enabled(False) and torch.ones(3))
+    finally:
+        torch.set_grad_enabled(True)

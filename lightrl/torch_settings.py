@@ -1,0 +1,38 @@
+"""Settings of torch that determine what the rest of a run computes, and that a user's code must leave as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+
+@contextmanager
+def settings_kept(what: str) -> Iterator[None]:
+    """Raises RuntimeError with the name of `what`, which the body runs, if that has changed settings of torch."""
+    before = _settings()
+    yield
+    if (after := _settings()) != before:
+        raise _changed(what, before, after)
+
+
+def _settings() -> Mapping[str, object]:
+    import torch  # noqa: PLC0415  (processes of isolated rewards start without it)
+
+    return {
+        "torch.is_grad_enabled()": torch.is_grad_enabled(),
+        "torch.is_inference_mode_enabled()": torch.is_inference_mode_enabled(),
+        "torch.get_default_dtype()": torch.get_default_dtype(),
+        "torch.get_default_device()": torch.get_default_device(),
+        "torch.is_autocast_enabled('cpu')": torch.is_autocast_enabled("cpu"),
+        "torch.is_autocast_enabled('cuda')": torch.is_autocast_enabled("cuda"),
+        "torch.backends.cuda.matmul.fp32_precision": torch.backends.cuda.matmul.fp32_precision,
+        "torch.backends.mkldnn.matmul.fp32_precision": torch.backends.mkldnn.matmul.fp32_precision,  # type: ignore[attr-defined]
+    }
+
+
+def _changed(what: str, before: Mapping[str, object], after: Mapping[str, object]) -> RuntimeError:
+    told = [f"{name} from {old} to {after[name]}" for name, old in before.items() if after[name] != old]
+    return RuntimeError(
+        f"{what} has changed settings of torch for the rest of the run: {', '.join(told)}. It must set them back. "
+        "A context such as `with torch.no_grad():` does so by itself."
+    )
