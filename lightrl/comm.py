@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from lightrl.forked import end_child
 from lightrl.parcels import exchange_objects, gather_objects, gather_rows
 from lightrl.process_group import consecutive_group, control_group, error_of_nccl, is_lost_peer, join, pick_gpu
 from lightrl.rank_board import RankBoard, describe
@@ -84,13 +85,13 @@ class Comm:
     """A world of one, which waits for nobody. RankComm overrides what several ranks do together."""
 
     board: RankBoard | None = None  # where ranks tell each other what they do, without a collective
+    is_distributed = False
+    failure_of_others: Callable[[], str] | None = None  # why another world of the same job ended, if any has
 
     def __init__(self, *, device: torch.device | None = None, timeout: timedelta = timedelta(minutes=30)) -> None:
         self.device = device or torch.device("cpu")
         self.timeout = timeout
-        self.rank, self.world = 0, 1
-        self.is_distributed = False
-        self.failure_of_others: Callable[[], str] | None = None  # why another world of the same job ended, if any has
+        self.rank, self.world, self.process = 0, 1, os.getpid()
         self.on_span: Callable[[str], AbstractContextManager[Any]] = nullcontext  # surrounds each span()
 
     @property
@@ -107,26 +108,25 @@ class Comm:
 
     @contextmanager
     def phase(self, name: str, *, local: bool = False, late: type[Exception] | None = None) -> Iterator[Agreed]:
-        """Names what this rank is doing, so that the report of a time-out or of a failure elsewhere can show it.
-
-        In a world of one it does nothing: an error there needs no help to be seen.
+        """Names what this rank is doing, for the report of a time-out or of a failure on one of several ranks.
 
         Args:
             name: what the body does.
-            local: the body contains no collective. An error on any rank is then raised on every rank when the body
-                ends, and the same collective gives every rank the largest of the ranks' numbers. Otherwise the failing
-                rank posts its traceback before it raises, and the other ranks read it when their collective breaks.
-            late: errors of this type occur only after all collectives of the body, so they are raised as with
-                `local`.
+            local: the body contains no collective. At its end, an error on any rank is raised on every rank, and all
+                get the largest of the ranks' numbers. Otherwise the failing rank posts its traceback before it raises,
+                and the other ranks read it when their collective breaks.
+            late: errors of this type occur only after all collectives of the body, and are raised as with `local`.
         """
         with self.span(name):
             yield Agreed()
 
     def span(self, name: str) -> AbstractContextManager[Any]:
-        """Surrounds named work that takes time: the body of each phase, and what a trainer measures as time/NAME.
+        """Surrounds named work that takes time: a phase, or what a trainer measures as time/NAME.
 
         This is the only hook for a profiler, which sets `on_span`.
         """
+        if os.getpid() != self.process:
+            end_child(self.process)
         return self.on_span(name)
 
     def has_failed_elsewhere(self) -> bool:

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
+from lightrl.forked import end_child
+
 _LINK_WATCH = timedelta(days=365)  # time-out of a receive that is to end only when the peer does
 
 _PEER_LOST = (
@@ -55,15 +57,17 @@ def join(device: torch.device, timeout: timedelta) -> Store:
     # No device_id: torch would split this group into those of meshes, which fails up to torch 2.13 in the second world
     # of a process: https://github.com/pytorch/pytorch/pull/192109
     dist.init_process_group(backend_for(device), store=store, rank=rank, world_size=world, timeout=timeout)
-    atexit.register(_leave)
+    atexit.register(_leave, os.getpid())
     return store
 
 
-def _leave() -> None:
+def _leave(process: int) -> None:
     """Destroys a group that no program closed: threads of gloo abort a process that is torn down before them.
 
     After an error nothing is destroyed, which would wait for ranks that are gone.
     """
+    if os.getpid() != process:
+        end_child(process)
     if dist.is_initialized() and not hasattr(sys, "last_type"):
         dist.destroy_process_group()
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import traceback
 from collections.abc import Mapping
 from typing import Protocol
+
+from lightrl.forked import end_child
 
 _LONGEST_END = 100_000  # characters; torch's store breaks the connection at 8 MiB
 _POSTED = "_lightrl_posted"  # marks an error that the other ranks were told of
@@ -33,6 +36,7 @@ class RankBoard:
         self._store = store
         self._rank = rank
         self._world = world
+        self._process = os.getpid()
         self._phases = ["start"]
         self._has_posted = False  # an error; keeping it would keep the tensors of its frames
         self._is_lost = False  # whether the store is gone: torch prints a warning at each further attempt
@@ -64,6 +68,8 @@ class RankBoard:
 
     def go_on(self) -> None:
         """Withdraws an error that a program has caught; one with which this rank is still on its way out stays."""
+        if os.getpid() != self._process:  # every collective begins with this call
+            end_child(self._process)
         if self._has_posted and not _is_leaving():
             self._has_posted = False
             self._post(f"lightrl/error/{self._rank}", "")
@@ -120,6 +126,8 @@ class RankBoard:
         self._post(f"lightrl/phase/{self._rank}", f"{self.phase}|{time.time():.1f}")
 
     def _post(self, key: str, text: str) -> None:
+        if os.getpid() != self._process:
+            end_child(self._process)
         if self._is_lost:
             return
         try:

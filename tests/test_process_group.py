@@ -114,5 +114,5 @@ def test_an_open_group_is_destroyed_at_exit_unless_the_program_failed(
         monkeypatch.setattr(sys, "last_type", KeyError, raising=False)
     else:
         monkeypatch.delattr(sys, "last_type", raising=False)
-    process_group._leave()
+    process_group._leave(os.getpid())
     assert len(calls) == destroyed

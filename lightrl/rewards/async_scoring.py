@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import math
+import os
 import threading
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from lightrl.forked import end_child
 from lightrl.records import Sample
 from lightrl.rewards.scoring import (
     FailureBudget,
@@ -30,10 +32,14 @@ _STOP_S = 5.0  # how long to wait for a call that blocks the loop
 
 async def without_exit(call: Awaitable[Result]) -> Result:
     """Awaits a user's call and turns exit() in it into an error; exit() would stop the loop and everything on it."""
+    process = os.getpid()
     try:
         return await call
     except SystemExit as error:
         raise RuntimeError(f"it called exit({error.code!r})") from error
+    finally:
+        if os.getpid() != process:
+            end_child(process)
 
 
 class _DaemonThreads(concurrent.futures.ThreadPoolExecutor):

@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from lightrl.records import Sample
+from lightrl.rewards.own_runner import left_in_order
 from lightrl.rewards.scoring import (
     FailureBudget,
     Outcome,
@@ -17,7 +18,6 @@ from lightrl.rewards.scoring import (
     wrong_count,
 )
 from lightrl.rewards.time_limit import call_in_time
-from lightrl.torch_settings import settings_kept
 
 
 class UnitRunner(RewardRunner):
@@ -27,7 +27,7 @@ class UnitRunner(RewardRunner):
         """Returns an outcome for each sample; raises RewardError as soon as the budget is exceeded."""
         outcomes: list[Outcome] = []
         for unit in self.units(samples):
-            with settings_kept(f"The reward {self.name!r}"):
+            with left_in_order(self.name):
                 part = self._call(unit, budget)
             budget.record(part)
             outcomes += part

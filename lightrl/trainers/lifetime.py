@@ -23,6 +23,7 @@ from lightrl import stall_watch
 from lightrl.checkpoint import CheckpointDirectory
 from lightrl.comm import MISTAKES, RankError, current
 from lightrl.config import LateMistakeError, print_user_error
+from lightrl.forked import end_child
 from lightrl.imports import line_of_own_code
 from lightrl.last_error import leave_error
 from lightrl.metrics import Statistics, Stopwatch
@@ -150,6 +151,8 @@ def how_to_go_on(run: StoppableRun | None) -> str:
 
 def end_failed(error: BaseException, trainer: StoppableRun | None) -> NoReturn:
     """Ends the process of a program after an error, a signal or Ctrl-C; trainer: None if none was built yet."""
+    if os.getpid() != (process := current().process):
+        end_child(process)
     try:
         with suppress(KeyboardInterrupt):  # torchrun passes Ctrl-C on to one rank after the other
             _tell_others(error, trainer)

@@ -421,7 +421,7 @@ def test_other_ranks_read_why_a_rank_has_ended_outside_a_phase(
 ) -> None:
     store = HashStore()
     boards = [RankBoard(store, rank, 2) for rank in range(2)]
-    monkeypatch.setattr(lifetime, "current", lambda: SimpleNamespace(board=boards[1]))
+    monkeypatch.setattr(lifetime, "current", lambda: SimpleNamespace(board=boards[1], process=os.getpid()))
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(EndedError):
