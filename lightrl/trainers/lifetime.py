@@ -241,10 +241,10 @@ class SignalWatch:
         """Handles the signals that are left at their default. Python allows this only in the main thread."""
         if threading.current_thread() is not threading.main_thread():
             return
-        self._heard, self._written = socket.socketpair()
+        self._heard, self.written = socket.socketpair()
         self._heard.settimeout(_POLL_S)
-        self._written.setblocking(False)
-        self._former_wakeup = signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
+        self.written.setblocking(False)
+        self._former_wakeup = signal.set_wakeup_fd(self.written.fileno(), warn_on_full_buffer=False)
         taken = (*_STOPPING, _ORPHANED) if self._parent and _ORPHANED else _STOPPING
         free = [signum for signum in taken if signal.getsignal(signum) is signal.SIG_DFL]
         self._former = {signum: signal.signal(signum, self._receive) for signum in free}
@@ -258,7 +258,7 @@ class SignalWatch:
             return
         _listening.discard(self)
         self.let_go()
-        self._written.close()
+        self.written.close()
         self._thread.join()
         self._heard.close()
 
@@ -342,6 +342,7 @@ def _let_go_in_child() -> None:
     """Lets signals end a child of a user's code, such as a worker of multiprocessing, and tells no rank of them."""
     for watch in _listening:
         watch.let_go()
+        watch.written.close()  # as long as a child has it, the thread of this rank does not see its end
 
 
 os.register_at_fork(after_in_child=_let_go_in_child)

@@ -349,6 +349,26 @@ def test_a_signal_ends_a_child_of_a_users_code_and_is_not_heard_by_the_rank(watc
         watch.stop()
 
 
+def test_a_child_that_lives_on_does_not_hold_up_the_end(watch: lifetime.SignalWatch) -> None:
+    """Such as the worker of a pool that a reward keeps for the whole run."""
+    watch.start()
+    said, heard = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(heard, b"here")
+        time.sleep(60)
+        os._exit(0)
+    try:
+        assert os.read(said, 4) == b"here"
+        watch.written.close()
+        watch._thread.join(10)
+        assert not watch._thread.is_alive()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        watch.stop()
+
+
 def test_after_ctrl_c_a_call_into_c_has_a_few_seconds(watch: lifetime.SignalWatch) -> None:
     watch._react(bytes([signal.SIGINT]))
     assert watch.received == 0  # Python raises KeyboardInterrupt
