@@ -348,7 +348,7 @@ def failed(name: str, samples: Sequence[Sample], error: BaseException) -> Reward
     where = describe_sample(samples[0])
     if len(samples) > 1:
         where = f"{len(samples)} samples, first {where}"
-    reason = shorten(str(error)).rstrip(".")
+    reason = _shown(str, error).rstrip(".")
     is_no_verdict = isinstance(error, NoVerdictError)
     verb = f"gave no verdict ({reason})" if is_no_verdict else f"raised {type(error).__name__}: {reason}"
     result = _error(f"The reward {name!r} {verb} on {where}.{_what_there_is(error, samples[0])}", samples[0])
@@ -372,7 +372,7 @@ def _what_there_is(error: BaseException, sample: Sample) -> str:
 def not_a_number(name: str, sample: Sample, value: object) -> RewardError:
     """Returns the error for a value that is not a finite number."""
     return _error(
-        f"The reward {name!r} returned {shorten(repr(value))} ({type(value).__name__}) on "
+        f"The reward {name!r} returned {_shown(repr, value)} ({type(value).__name__}) on "
         f"{describe_sample(sample)}. A reward must return a finite int, float or bool of at most {_LARGEST:g}, or None "
         "if it does not apply to the sample.",
         sample,
@@ -390,7 +390,7 @@ def wrong_count(name: str, samples: Sequence[Sample], count: int) -> RewardError
 def no_list(name: str, samples: Sequence[Sample], value: object) -> RewardError:
     """Returns the error for a call that returned no list for several samples, such as one without a return."""
     return _error(
-        f"The reward {name!r} returned {shorten(repr(value))} for {len(samples)} samples. A group or batch reward must "
+        f"The reward {name!r} returned {_shown(repr, value)} for {len(samples)} samples. A group or batch reward must "
         "return a list with a number, or None, for each.",
         samples[0],
     )
@@ -427,6 +427,14 @@ def describe_sample(sample: Sample) -> str:
 def shorten(text: str) -> str:
     """Shortens a long text and states its length."""
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}... ({len(text)} characters)"
+
+
+def _shown(text_of: Callable[[Any], str], value: object) -> str:
+    """Returns the text of what a user's code returned or raised, which may be unable to give one."""
+    try:
+        return shorten(text_of(value))
+    except Exception as error:
+        return f"something whose {text_of.__name__}() raises {type(error).__name__}"
 
 
 def with_traceback(error: RewardError) -> str:

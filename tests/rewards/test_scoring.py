@@ -281,3 +281,25 @@ def test_an_isolated_reward_runs_elsewhere_and_names_its_failures() -> None:
     assert outcomes[0] == 2.0
     assert "The reward 'mine' raised WorkerError: ValueError" in str(outcomes[1])
     assert len(budget.failures) == 1
+
+
+class TextlessError(Exception):
+    def __str__(self) -> str:
+        raise KeyError("no text")
+
+    __repr__ = __str__
+
+
+def test_what_has_no_text_is_named_with_its_reward() -> None:
+    def returns(sample: Sample) -> Any:
+        return TextlessError()
+
+    def raises(sample: Sample) -> float:
+        raise TextlessError
+
+    with pytest.raises(
+        RewardError, match=r"'returns' returned something whose repr\(\) raises KeyError \(TextlessError\)"
+    ):
+        score(returns, [answered("1")])
+    with pytest.raises(RewardError, match=r"'raises' raised TextlessError: something whose str\(\) raises KeyError on"):
+        score(raises, [answered("1")])
