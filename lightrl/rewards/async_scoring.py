@@ -189,7 +189,7 @@ class AsyncRunner(UnitRunner):
 
     async def _await_call(self, unit: list[Sample], budget: FailureBudget) -> list[Outcome]:
         timeout_s = self.limits.timeout_s * len(unit)
-        call = self.reward(unit[0] if self.kind.scope == "sample" else unit)
+        call = self.reward(unit[0] if self.kind.scope == "sample" else [*unit])
         try:
             returned = await _in_time(without_exit(call), timeout_s)
             values = [returned] if self.kind.scope == "sample" else listed(returned)

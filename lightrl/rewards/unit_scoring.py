@@ -51,7 +51,7 @@ class UnitRunner(RewardRunner):
         return self.checked(unit, values)
 
     def _values_of(self, unit: list[Sample]) -> Any:
-        return listed(self.reward(unit))
+        return listed(self.reward([*unit]))  # its own list, which it may sort or empty
 
     def goes_on_singly(self, unit: list[Sample], budget: FailureBudget) -> bool:
         """Returns whether a batch that failed is scored again sample by sample.

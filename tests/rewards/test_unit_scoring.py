@@ -104,3 +104,11 @@ def test_a_bad_sample_of_two_costs_only_itself() -> None:
     assert outcomes[1] == 2.0
     assert len(budget.failures) == 1
     assert run(numbers, [])[0] == []
+
+
+def test_a_reward_may_change_its_list() -> None:
+    @batch_reward
+    def emptying(samples: Any) -> list[float]:
+        return [float(samples.pop(0).text) for _ in range(len(samples))]
+
+    assert score(emptying, [answered("1"), answered("2")]) == [1.0, 2.0]
