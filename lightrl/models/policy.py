@@ -18,7 +18,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -41,7 +40,7 @@ from lightrl.models.option_names import naming
 from lightrl.models.packed_attention import packed_hidden_states, use_packed_attention, varies_with_length
 from lightrl.models.per_sequence import run_per_sequence
 from lightrl.models.token_split import SequenceGroup, Tokens, apply_to_split
-from lightrl.models.tokenizer_file import as_in_file
+from lightrl.models.tokenizer_file import as_in_file, read_tokenizer
 from lightrl.records import EncodedPrompt, PackedBatch, TokenScores
 
 disable_progress_bar()  # every rank would draw one; the run has its own
@@ -271,7 +270,7 @@ def check_model_folder(path: str, option: str = "--model") -> None:
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of a folder or Hugging Face name."""
     with explained(path, "tokenizer"):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        tokenizer: PreTrainedTokenizerBase = read_tokenizer(path, trust_remote_code=trust_remote_code)
         return tokenizer if type(tokenizer) is PreTrainedTokenizerFast else as_in_file(tokenizer, path)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 
 from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, __version__
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast, __version__
 
 from lightrl.models.hub import file_of
 
@@ -18,6 +19,8 @@ _PROBE = (
     "Hello world. I'm 27, isn't it?\n\nIn 2023: 650841823 + 1e-5 != x_1[3.14];\n"
     "\tif a:\n        b  # na\u00efve \u65e5\u672c"
 )
+# A response is read as the model wrote it: the files of some models ask to remove spaces before punctuation.
+read_tokenizer = partial(AutoTokenizer.from_pretrained, clean_up_tokenization_spaces=False)
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 

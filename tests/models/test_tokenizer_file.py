@@ -19,7 +19,7 @@ CUTS = {
 }
 
 
-def save(folder: Path, backend: Tokenizer, kind: str, **settings: str) -> str:
+def save(folder: Path, backend: Tokenizer, kind: str, **settings: str | bool) -> str:
     """Saves a tokenizer of a Llama, which is to be loaded by a class."""
     backend.save(str(folder / "tokenizer.json"))
     LlamaConfig().save_pretrained(folder)
@@ -88,3 +88,12 @@ def test_special_tokens_that_only_the_class_names_are_kept(tmp_path: Path) -> No
     assert (loaded.bos_token, loaded.eos_token, loaded.eos_token_id) == ("<s>", "</s>", 1)
     assert loaded.unk_token is None  # the vocabulary has no <unk>
     assert loaded.decode(loaded(TEXT, add_special_tokens=False)["input_ids"]) == TEXT
+
+
+def test_a_response_keeps_its_spaces(tmp_path: Path) -> None:
+    text = "x != y ? [1 , 2] : it 's ."
+    backend = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    backend.train_from_iterator([text], trainers.WordLevelTrainer(special_tokens=["<unk>"]))
+    loaded = load_tokenizer(save(tmp_path, backend, "PreTrainedTokenizerFast", clean_up_tokenization_spaces=True))
+    assert loaded.decode(loaded(text, add_special_tokens=False)["input_ids"]) == text
