@@ -19,8 +19,10 @@ _PROBE = (
     "Hello world. I'm 27, isn't it?\n\nIn 2023: 650841823 + 1e-5 != x_1[3.14];\n"
     "\tif a:\n        b  # na\u00efve \u65e5\u672c"
 )
-# A response is read as the model wrote it: the files of some models ask to remove spaces before punctuation.
-read_tokenizer = partial(AutoTokenizer.from_pretrained, clean_up_tokenization_spaces=False)
+# A response is read as the model wrote it: the files of some models ask to remove spaces before punctuation. And of a
+# model of Mistral's, tokenizer.json is read although the package mistral-common, which comes with vLLM, would read
+# tekken.json: it makes a tokenizer that has no chat template and cannot be saved.
+read_tokenizer = partial(AutoTokenizer.from_pretrained, clean_up_tokenization_spaces=False, mistral_format=False)
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 

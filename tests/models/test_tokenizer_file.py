@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, LlamaConfig
+from transformers import AutoTokenizer, LlamaConfig, MistralConfig
 
 from lightrl.models.policy import load_tokenizer
 
@@ -97,3 +97,14 @@ def test_a_response_keeps_its_spaces(tmp_path: Path) -> None:
     backend.train_from_iterator([text], trainers.WordLevelTrainer(special_tokens=["<unk>"]))
     loaded = load_tokenizer(save(tmp_path, backend, "PreTrainedTokenizerFast", clean_up_tokenization_spaces=True))
     assert loaded.decode(loaded(text, add_special_tokens=False)["input_ids"]) == text
+
+
+def test_a_model_of_mistrals_has_its_chat_template_beside_the_package_of_vllm(tmp_path: Path) -> None:
+    pytest.importorskip("mistral_common")
+    path = save(tmp_path, of_pieces(), "PreTrainedTokenizerFast", chat_template="{{ messages }}")
+    MistralConfig().save_pretrained(path)
+    (tmp_path / "tekken.json").write_text("{}")
+    loaded = load_tokenizer(path)
+    assert loaded.chat_template == "{{ messages }}"
+    assert loaded(TEXT, add_special_tokens=False)["input_ids"] == of_pieces().encode(TEXT).ids
+    loaded.save_pretrained(tmp_path / "again")
