@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Messages = list[Record]
-_WEIGHTS = ("weight", "train", "loss")  # of a message, for OpenAI, axolotl and ms-swift: 0 or false leaves it out
+# Of a message, for OpenAI, axolotl, ms-swift, verl and slime: 0 or false leaves it out.
+_WEIGHTS = ("weight", "train", "training", "trainable", "loss", "loss_mask", "step_loss_mask")
 _MAX_CHARACTERS = 5_000_000  # of an example; that is over a million tokens, which take minutes to compute
 
 

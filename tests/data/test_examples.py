@@ -103,9 +103,13 @@ def test_only_assistant_turns_are_trained_all_or_the_last() -> None:
     assert last == f"{head}b<|end|>{middle}[d<|end|>]"
 
 
-@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"loss": 0.0}])
+MARKS = [{"weight": 0}, {"loss": 0.0}, {"loss_mask": 0}, {"step_loss_mask": 0}]
+MARKS += [{"train": False}, {"training": False}, {"trainable": False}]
+
+
+@pytest.mark.parametrize("mark", MARKS)
 def test_a_message_with_the_weight_0_is_given_and_not_trained(mark: dict[str, Any]) -> None:
-    trained = [{"weight": 1}, {"train": True}, {"loss": None}]
+    trained = [{"weight": 1}, {"train": True}, {"loss": None}, {"loss_mask": 1}]
     messages = [user("a"), {**assistant("b"), **mark}, user("c"), {**assistant("d"), **trained[0]}]
     head = "<|start|>user\na<|end|>\n<|start|>assistant\nb<|end|>\n<|start|>user\nc<|end|>\n<|start|>assistant\n"
     assert build({"messages": messages}, letters(CHATML)) == f"{head}[d<|end|>]"
