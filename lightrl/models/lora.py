@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import inspect
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,7 +85,7 @@ def add_adapters(model: nn.Module, options: LoraConfig, *, seed: int, trained: S
     config.task_type = "CAUSAL_LM" if getattr(model, "can_generate", bool)() else None
     config.base_model_name_or_path = getattr(model, "name_or_path", None) or None
     config.modules_to_save = None  # peft would keep a second copy of each
-    config.exclude_modules = list(trained) or None
+    own, config.exclude_modules = config.exclude_modules, _excluded(config.exclude_modules, trained)
     is_meta = next(model.parameters()).is_meta
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(mix_seed(seed, _STREAM))
@@ -98,11 +99,21 @@ def add_adapters(model: nn.Module, options: LoraConfig, *, seed: int, trained: S
                 f"{', '.join(sorted({name.rpartition('.')[2] for name in linear}))}."
             ) from error
     check_layers(model, f"--lora.path {options.path}" if options.path else "--lora.target_modules")
-    config.exclude_modules, config.modules_to_save = None, list(trained) or None
+    config.exclude_modules, config.modules_to_save = own, list(trained) or None
     for name in trained:
         model.get_submodule(name).requires_grad_(True)
     if options.path and not is_meta:
         _load_weights(model, Path(options.path))
+
+
+def _excluded(own: Any, trained: Sequence[str]) -> Any:
+    """Returns peft's exclude_modules for the layers that an adapter leaves out, and for modules that train as a whole.
+
+    own: names, a regular expression for whole names, or None.
+    """
+    if isinstance(own, str):
+        return "|".join([f"(?:{own})", *(rf"(?:.*\.)?{re.escape(name)}" for name in trained)])
+    return [*(own or ()), *trained] or None
 
 
 def options_for_companion(options: LoraConfig, adapted: nn.Module) -> LoraConfig:

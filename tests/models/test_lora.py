@@ -214,6 +214,31 @@ def test_an_adapter_that_peft_saved_is_read(tmp_path: Path) -> None:
     assert all(".lora_" in name for name, _ in lora.trained_parameters(ours))
 
 
+@pytest.mark.parametrize("left_out", [["q_proj"], r".*layers\.0.*"])
+def test_an_adapter_that_leaves_layers_out_is_read_and_saved(left_out: list[str] | str, tmp_path: Path) -> None:
+    theirs = saved_by_peft(tmp_path, target_modules="all-linear", exclude_modules=left_out)
+    ours = made_of(CONFIGS["qwen3_tied"])
+    lora.add_adapters(ours, LoraConfig(path=str(tmp_path)), seed=0)
+    assert_close(logits(ours), logits(theirs), atol=1e-6, rtol=0)
+    lora.save_adapter(ours, dict(lora.trained_parameters(ours)), tmp_path / "again")
+    again = peft.PeftModel.from_pretrained(made_of(CONFIGS["qwen3_tied"]), str(tmp_path / "again"))
+    assert_close(logits(again), logits(theirs), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("left_out", [["q_proj"], r".*q_proj"])
+def test_an_adapter_leaves_out_its_layers_and_those_that_train_whole(left_out: list[str] | str, tmp_path: Path) -> None:
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj", "v_proj", "score"], exclude_modules=left_out, modules_to_save=["score"]
+    )
+    saved = classifier()
+    lora.add_adapters(saved, LoraConfig(rank=2, target_modules=("v_proj",)), seed=0, trained=("score",))
+    lora.save_adapter(saved, dict(lora.trained_parameters(saved)), tmp_path)
+    config.save_pretrained(tmp_path)
+    again = classifier()
+    lora.add_adapters(again, LoraConfig(path=str(tmp_path)), seed=0, trained=("score",))
+    assert {name.rpartition(".")[2] for name, _ in lora.lora_layers(again)} == {"v_proj"}
+
+
 def test_a_saved_adapter_is_read_by_peft(tmp_path: Path) -> None:
     ours = made_of(CONFIGS["llama"])
     lora.add_adapters(ours, LoraConfig(rank=4), seed=0)
