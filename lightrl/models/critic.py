@@ -35,7 +35,10 @@ from lightrl.records import PackedBatch, ScoresAndValues, StateValues
 
 HEAD_FILE = "value_head.safetensors"
 _BODY, _HEAD = "body.", "value_head."
-_REWARD_HEAD = "score.weight"  # name of the head in transformers' sequence classifiers, such as reward models
+# Names of heads with one output for each token: in transformers' classifiers, such as reward models, in TRL, and in
+# OpenRLHF.
+_OTHER_HEADS = ("score", "v_head.summary", "value_head")
+_ONE_FILE = "model.safetensors"
 
 
 class ValueHead(nn.Linear):
@@ -217,15 +220,32 @@ def _without_load_report() -> Iterator[None]:
 
 
 def _saved_head(path: str) -> dict[str, Tensor]:
+    """Returns the weight and, if there is one, the bias of a folder's head; empty if it has no head."""
     head = file_of(path, HEAD_FILE)
     if head is not None:
         return load_file(head)
-    index = file_of(path, "model.safetensors.index.json")
-    name = "model.safetensors"
+    files = _files_of_tensors(path)
+    kind = next((kind for kind in _OTHER_HEADS if f"{kind}.weight" in files), "")
+    named = {part: f"{kind}.{part}" for part in ("weight", "bias")}
+    return {part: _read_tensor(path, files[name], name) for part, name in named.items() if name in files}
+
+
+def _files_of_tensors(path: str) -> dict[str, str]:
+    """Returns the file of each tensor of a model, by names."""
+    index = file_of(path, f"{_ONE_FILE}.index.json")
     if index is not None:
-        name = json.loads(Path(index).read_text())["weight_map"].get(_REWARD_HEAD, "")
-    weights = file_of(path, name) if name else None
+        return dict(json.loads(Path(index).read_text())["weight_map"])
+    weights = file_of(path, _ONE_FILE)
     if weights is None:
         return {}
     with safe_open(weights, framework="pt") as file:
-        return {"weight": file.get_tensor(_REWARD_HEAD).float()} if _REWARD_HEAD in file.keys() else {}  # noqa: SIM118
+        return dict.fromkeys(file.keys(), _ONE_FILE)
+
+
+def _read_tensor(path: str, file_name: str, name: str) -> Tensor:
+    weights = file_of(path, file_name)
+    if weights is None:
+        raise FileNotFoundError(f"the file {file_name}, which should hold {name}, is missing")
+    with safe_open(weights, framework="pt") as file:
+        tensor: Tensor = file.get_tensor(name)
+    return tensor.float()

@@ -125,6 +125,21 @@ def test_a_reward_models_score_is_where_the_head_starts(tmp_path: Path) -> None:
         load_critic(str(tmp_path / "two"), materialize=True, init_std=0.0, seed=0)
 
 
+@pytest.mark.parametrize("kind", ["score", "v_head.summary", "value_head"])
+@pytest.mark.parametrize("size", ["1GB", "5KB"])  # in one file, and in several
+def test_a_critic_of_another_program_keeps_its_head_with_the_bias(kind: str, size: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.Qwen3Config(**SHAPE, head_dim=8, num_labels=1)
+    theirs = transformers.AutoModelForTokenClassification.from_config(config).eval()
+    torch.nn.init.normal_(theirs.score.bias)
+    state = {name.replace("score.", f"{kind}."): value for name, value in theirs.state_dict().items()}
+    theirs.save_pretrained(tmp_path, state_dict=state, max_shard_size=size)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (size == "5KB")
+    values = load_critic(str(tmp_path), materialize=True, init_std=0.0, seed=0)(two_sequences()).values
+    wanted = [theirs(torch.tensor([ids])).logits[0, :, 0] for ids in ([10, 11], [5, 6, 7, 8, 9])]
+    assert_close(values, torch.cat([wanted[0][:1], wanted[1][1:4]]), atol=1e-6, rtol=1e-5)
+
+
 def test_the_head_computes_in_float32_in_any_case(tmp_path: Path) -> None:
     critic = load_critic(saved("qwen3", tmp_path), materialize=True, init_std=0.5, seed=1)
     with torch.autocast("cpu", dtype=torch.bfloat16):
