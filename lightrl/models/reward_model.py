@@ -95,7 +95,7 @@ def _config(path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code:
     with explained(path, "config"):
         config: Any = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     refuse_quantised(config, path)
-    is_classifier = any("SequenceClassification" in name for name in config.architectures or ())
+    is_classifier = _is_classifier(config)
     if is_classifier and config.num_labels != 1:
         raise ValueError(f"--model {path} scores {config.num_labels} labels: a reward model has one. Choose another.")
     is_remote = "AutoModelForSequenceClassification" in (getattr(config, "auto_map", None) or {})
@@ -138,11 +138,25 @@ def _load(path: str, config: Any, seed: int, *, trust_remote_code: bool) -> PreT
     if missing:
         raise ValueError(f"--model {path} lacks weights of the model's body: {', '.join(missing[:5])}.")
     if head in report["missing_keys"]:
+        _refuse_lost_head(path, config)
         generator = torch.Generator().manual_seed(mix_seed(_HEAD_STREAM, seed))
         with torch.no_grad():  # small, so that the first scores are near 0
             model.score.weight.normal_(0.0, 1 / (model.score.in_features + 1), generator=generator)
     loaded: PreTrainedModel = model
     return loaded
+
+
+def _refuse_lost_head(path: str, config: Any) -> None:
+    """Raises ValueError for a reward model without its head: new weights would give random scores."""
+    if _is_classifier(config):
+        raise ValueError(
+            f"--model {path}: its config.json says that it scores sequences, and its files lack {HEAD_NAME}.weight: "
+            "scores would be random. Copy the files anew, or give the language model that it was made from."
+        )
+
+
+def _is_classifier(config: Any) -> bool:
+    return any("SequenceClassification" in name for name in config.architectures or ())
 
 
 def check_reward_scores(model: RewardModel) -> None:

@@ -113,6 +113,17 @@ def test_a_reward_model_is_read_where_its_own_config_says(
     assert_close(ours, torch.stack(one_by_one), atol=1e-5, rtol=0)
 
 
+def test_a_reward_model_that_has_lost_its_head_is_refused(folder: Path, tmp_path: Path) -> None:
+    """Such as one whose head has another name: its scores would be those of a new head."""
+    model = load(folder, builtin_tokenizer()).hf
+    state = {name.replace("score.", "value_head."): value for name, value in model.state_dict().items()}
+    model.save_pretrained(tmp_path / "headless", state_dict=state)
+    with pytest.raises(
+        ValueError, match=r"headless: .* says that it scores sequences, and its files lack score.weight"
+    ):
+        load(tmp_path / "headless", builtin_tokenizer())
+
+
 def test_a_new_head_hangs_on_the_seed_and_a_trained_one_is_kept(folder: Path, tmp_path: Path) -> None:
     tokenizer = builtin_tokenizer()
     first, same, other = (load(folder, tokenizer, seed=seed).hf.score.weight for seed in (0, 0, 1))
