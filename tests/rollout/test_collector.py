@@ -2,12 +2,15 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from tiny_vlm import IMAGE, checkered, save_tiny_vlm, tiny_media
 
 from lightrl.builtin.model import tiny_model
+from lightrl.comm import Comm
 from lightrl.config import EvalConfig, GRPOConfig
 from lightrl.engines.base import SamplingParams
 from lightrl.metrics import Statistics
@@ -146,6 +149,47 @@ def test_an_evaluation_without_rewards_tells_no_accuracy(
     found = scoring.evaluate([prompt for _, prompt in prompts], temperature=1.0)
     assert found["eval/reward/no_verdict"] == 3
     assert not {"eval/reward", "eval/accuracy", "eval/reward/unsure"} & set(found)
+
+
+class OfLengths(Collector):
+    """Responses of given lengths, by position, in place of those of an engine; the longest is cut off."""
+
+    lengths = (2, 7, 3)
+
+    def _generate(self, prompts: Any, seeds: list[int], n: int, sampling: SamplingParams) -> list[Sample]:
+        return [
+            Sample(
+                prompt=prompt,
+                position=position,
+                sample_index=0,
+                response_ids=(5,) * self.lengths[position],
+                sampler_logprobs=(-1.0,) * self.lengths[position],
+                versions=(0,) * self.lengths[position],
+                finish_reason="length" if self.lengths[position] == 7 else "stop",
+                text="",
+            )
+            for position, prompt in prompts
+        ]
+
+
+def test_an_evaluation_is_a_mean_over_the_samples_of_ranks_with_unequal_numbers(
+    prompts: list[tuple[int, Prompt]],
+) -> None:
+    """Rank 0 of two has the first and the third prompt; the ranks come one after the other."""
+    gathered: list[Any] = []
+    for rank in range(2):
+        alone: Any = SimpleNamespace(comm=Comm(), tokenizer=None, media=None)
+        mine = OfLengths(alone, lambda sample: 1.0 if len(sample.response_ids) > 4 else 0.5, seed=0, max_new_tokens=7)
+        mine._comm = SimpleNamespace(  # type: ignore[assignment]
+            rank=rank,
+            world=2,
+            phase=alone.comm.phase,
+            all_gather_object=lambda item: gathered.append(item) or gathered,  # type: ignore[func-returns-value]
+        )
+        found = mine.evaluate([prompt for _, prompt in prompts], temperature=1.0)
+    # The means of the ranks' means would be 0.5, 4.75, 0.75 and 0.5.
+    wanted = {"accuracy": 1 / 3, "response_tokens": 4.0, "reward": 2 / 3, "truncated": 1 / 3}
+    assert {name: found[f"eval/{name}"] for name in wanted} == pytest.approx(wanted)
 
 
 def test_images_go_to_the_engine_and_its_ids_come_back(tmp_path: Path) -> None:

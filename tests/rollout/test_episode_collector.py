@@ -16,6 +16,7 @@ import torch
 from episode_program import LIMITS, collector_of, prompts_of, row, start
 from episodes import OneTurn
 
+from lightrl.comm import Comm
 from lightrl.config import GRPOConfig, WorkflowConfig
 from lightrl.engines.base import SamplingParams
 from lightrl.metrics import Statistics
@@ -27,7 +28,13 @@ from lightrl.rewards.scoring import group_reward
 from lightrl.rollout.collector import Collector
 from lightrl.rollout.driver import EpisodeDriver
 from lightrl.rollout.episode import Episode, Turn
-from lightrl.rollout.episode_collector import EpisodeCollector, EpisodeFailure, EpisodeJob, _as_episode
+from lightrl.rollout.episode_collector import (
+    EpisodeCollector,
+    EpisodeFailure,
+    EpisodeJob,
+    _as_episode,
+    describe_episodes,
+)
 from lightrl.rollout.event_loop import run_episodes
 from lightrl.rollout.workflow import Workflow, load_workflow
 from lightrl.strategy import EngineStatus, StrategyBase
@@ -139,6 +146,19 @@ def test_a_sample_that_failed_has_no_length_in_an_evaluation(
     found = collector.evaluate([prompts[0][1]], temperature=1.0, n=5)
     assert found["eval/episode/failed_share"] == pytest.approx(0.4)
     assert found["eval/response_tokens"] == LIMITS.max_new_tokens
+
+
+def test_the_share_of_failed_episodes_is_that_of_all_ranks() -> None:
+    completed, failed = Status.COMPLETED, Status.FAILED
+    statistics = Statistics()
+    for statuses, num_turns in (([failed, completed], 5), ([completed, completed, completed], 1)):
+        samples: Any = [
+            SimpleNamespace(status=status, turns=range(num_turns), numbers={"calls": 1.0}) for status in statuses
+        ]
+        describe_episodes(samples, statistics)
+    found = statistics.reduce(Comm())
+    # 1 of 5, where the shares of the ranks are a half and none; turns 5, 1, 1 and 1
+    assert (found["episode/failed_share"], found["episode/turns"], found["episode/calls"]) == (0.2, 2.0, 4.0)
 
 
 class Crowded(OneTurn):

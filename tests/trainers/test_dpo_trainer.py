@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import plain_offline
@@ -12,7 +14,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from lightrl.comm import Comm
 from lightrl.config import CheckpointConfig, DPOConfig, ExampleEvalConfig
+from lightrl.data.packing import dummy_batch
+from lightrl.metrics import Statistics
+from lightrl.records import TokenScores
 from lightrl.trainers.dpo import DPOTrainer
 
 Options = Callable[[str], dict[str, Any]]
@@ -89,3 +95,31 @@ def test_the_other_losses(
     rows = metrics_of(tmp_path / "run")
     assert rows[0]["loss"] == pytest.approx(first, rel=1e-6)
     assert rows[1]["loss"] < first
+
+
+def test_metrics_are_means_over_the_pairs_of_all_micro_batches() -> None:
+    """Each answer has one token; here are the probabilities of policy and reference, the chosen answer's first."""
+    statistics = Statistics()
+    trainer: Any = SimpleNamespace(config=DPOConfig(beta=2.0, nll_coef=1.0))
+    packs = [[(0.5, 0.25), (0.2, 0.2)], [(0.25, 0.25), (0.1, 0.1), (0.125, 0.0625), (0.6, 0.6)]]
+    for pairs in packs:
+        logprobs, reference = torch.tensor(pairs).log().T
+        count = len(pairs)
+        batch = replace(
+            dummy_batch(temperature=1.0),
+            keys=tuple((index // 2, index % 2) for index in range(count)),
+            sequence_index=torch.arange(count),
+            loss_mask=torch.ones(count, dtype=torch.bool),
+            ref_logprobs=reference,
+        )
+        DPOTrainer.loss(trainer, TokenScores(logprobs=logprobs, entropy=torch.zeros(count)), batch, {}, statistics)
+    wanted = {
+        "probability/chosen": (0.5 + 0.25 + 0.125) / 3,
+        "probability/rejected": (0.2 + 0.1 + 0.6) / 3,
+        "nll/chosen": (1 + 2 + 3) * math.log(2) / 3,
+        "margin": 2 * (1 + 0 + 1) * math.log(2) / 3,
+        "reward/chosen": 2 * (1 + 0 + 1) * math.log(2) / 3,
+        "reward/rejected": 0.0,
+        "accuracy": 2 / 3,
+    }
+    assert statistics.reduce(Comm()) == pytest.approx(wanted, abs=1e-6)

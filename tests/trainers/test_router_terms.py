@@ -16,9 +16,14 @@ import torch
 import transformers
 from tiny_moe import CONFIGS
 
-from lightrl.config import CheckpointConfig, CriticConfig, GRPOConfig, PPOConfig, RoutingConfig
+from lightrl.comm import Comm
+from lightrl.config import AlgorithmConfig, CheckpointConfig, CriticConfig, GRPOConfig, PPOConfig, RoutingConfig
+from lightrl.data.packing import dummy_batch
+from lightrl.metrics import Statistics
+from lightrl.records import RoutingScores, TokenScores
 from lightrl.testing import run_program, run_spmd
 from lightrl.trainers.grpo import GRPOTrainer
+from lightrl.trainers.objective import PolicyLoss
 from lightrl.trainers.ppo import PPOTrainer
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_grpo.py"
@@ -95,6 +100,38 @@ def test_ppo_with_one_body_replays_too(toy: Path, tmp_path: Path) -> None:
     assert metrics["mismatch/max_abs"] < 1e-5
     assert metrics["routing/tokens_differ"] > 0.2
     assert metrics["routing/z_loss"] > 0
+
+
+def test_metrics_of_routers_are_means_over_the_trained_tokens_of_all_micro_batches() -> None:
+    objective = PolicyLoss(AlgorithmConfig(), routing=RoutingConfig(replay=True, balance_coef=0.1, z_coef=0.1))
+    statistics = Statistics()
+    # All choices fall on the first of two experts, with probabilities of 3/4 and 1/2: losses of 2 x 3/4 and 2 x 1/2.
+    # The squares of the logarithms of 3 + 1 and of 1 + 1 are 1.921812 and 0.480453.
+    for mask, logit, num_routed, num_differ in (([True, True, False], math.log(3.0), 3, 0), ([True, False], 0.0, 1, 1)):
+        count = len(mask)
+        batch = replace(
+            dummy_batch(temperature=1.0),
+            cu_seqlens=(0, count),
+            loss_mask=torch.tensor(mask),
+            sequence_index=torch.zeros(count, dtype=torch.int64),
+            advantages=torch.zeros(count),
+            old_logprobs=torch.zeros(count),
+        )
+        routing = RoutingScores(
+            logits=(torch.tensor([[logit, 0.0]] * count),) * 2,
+            experts=(torch.zeros(count, 1, dtype=torch.int64),) * 2,
+            is_sigmoid=False,
+            num_layers=2,
+            num_routed=num_routed,
+            num_tokens_differ=num_differ,
+            num_choices_differ=num_differ,
+        )
+        scores = TokenScores(logprobs=torch.zeros(count), entropy=torch.zeros(count), routing=routing)
+        objective.loss(scores, batch, statistics)
+    found = statistics.reduce(Comm())
+    assert found["routing/balance_loss"] == pytest.approx((1.5 + 1.5 + 1.0) / 3, abs=1e-6)
+    assert found["routing/z_loss"] == pytest.approx((2 * 1.921812 + 0.480453) / 3, abs=1e-6)
+    assert (found["routing/tokens_differ"], found["routing/choices_differ"]) == (1 / 4, 1 / 8)
 
 
 @pytest.mark.slow

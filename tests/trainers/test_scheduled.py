@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from lightrl.comm import Comm
 from lightrl.config import DynamicSamplingConfig, EvalConfig, GRPOConfig, PPOConfig, RolloutLogConfig, WorkflowConfig
 from lightrl.config.strategy import CheckpointConfig
+from lightrl.data.packing import dummy_batch
+from lightrl.metrics import Statistics
 from lightrl.records import Experience, Prompt, Sample, ScoredGroup, Status
 from lightrl.rollout.client import EngineClient
 from lightrl.rollout.episode import Episode
@@ -171,6 +175,33 @@ def test_without_a_limit_no_token_is_too_old() -> None:
     [item] = updates.experience([ScoredGroup(samples=(experience((0, 9)).sample,), rewards=(1.0,), step=9)], 9)
     assert updates._counted(item).trained_tokens == (True, True)
     assert not counted
+
+
+def test_the_mismatch_of_carried_samples_is_a_mean_over_their_new_tokens_in_all_micro_batches() -> None:
+    updates = YoungUpdates.__new__(YoungUpdates)
+    updates._statistics, updates._keeps_cache, updates._step = Statistics(), True, 5
+    updates.stale = frozenset({(0, 0)})  # of the two samples, the one that older weights began
+    packs = [
+        # (sample, version, trained, logprob of the trainer minus that of the engine)
+        [(0, 4, True, 9.0), (0, 5, True, 0.5), (1, 5, True, 0.1), (0, 5, False, 9.0)],
+        [(0, 5, True, 0.2), (0, 5, True, -0.1), (0, 5, True, 0.0), (1, 5, True, -0.3)],
+    ]
+    for pack in packs:
+        owners, versions, mask, differences = (torch.tensor(column) for column in zip(*pack, strict=True))
+        batch = replace(
+            dummy_batch(temperature=1.0),
+            keys=((0, 0), (0, 1)),
+            sequence_index=owners,
+            versions=versions,
+            loss_mask=mask,
+            sampler_logprobs=torch.full((len(pack),), -1.0),
+        )
+        updates.measure_mismatch(differences - 1, batch)
+    found = updates._statistics.reduce(Comm())
+    # 0.5, 0.2, 0.1 and 0; the samples that these weights made alone have 0.1 and 0.3
+    assert found["mismatch/carried_mean_abs"] == pytest.approx(0.2, abs=1e-6)
+    assert found["mismatch/carried_max_abs"] == pytest.approx(0.5, abs=1e-6)
+    assert found["mismatch/mean_abs"] == pytest.approx(0.2, abs=1e-6)
 
 
 def test_the_options_choose_the_scheduler() -> None:
