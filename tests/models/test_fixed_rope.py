@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from lightrl.engines.base import SamplingParams
 from lightrl.engines.native.engine import NativeEngine, empty_copy
-from lightrl.models.fixed_rope import fix_frequencies, fixed_length, original_length
+from lightrl.models.fixed_rope import fix_frequencies, fixed_length, original_length, original_lengths
 from lightrl.models.packed_attention import varies_with_length
 from lightrl.models.policy import Policy, response_batch
 from lightrl.models.score_check import check_scores
@@ -53,6 +53,17 @@ MODELS = {
         **SHAPE,
         max_position_embeddings=ORIGINAL,
         rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+    ),
+    "gemma3_dynamic": lambda: transformers.Gemma3TextConfig(  # a rope for each kind of layer
+        **SHAPE,
+        head_dim=8,
+        max_position_embeddings=ORIGINAL,
+        sliding_window=8,
+        layer_types=["full_attention", "sliding_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
     ),
 }
 LENGTHS = ((3, 4), (5, 30), (4, 5))  # tokens of prompts and responses, on both sides of ORIGINAL
@@ -102,7 +113,7 @@ def test_a_sequence_has_the_scores_that_it_has_alone(name: str, longest: int | N
     assert_close(whole, split, atol=1e-4 * float(whole.abs().max()), rtol=0)
 
 
-@pytest.mark.parametrize("name", ["phi3", "llama_dynamic"])
+@pytest.mark.parametrize("name", ["phi3", "llama_dynamic", "gemma3_dynamic"])
 @pytest.mark.parametrize(("longest", "length"), [(ORIGINAL, ORIGINAL), (ORIGINAL + 20, ORIGINAL + 20)])
 def test_the_frequencies_are_those_of_transformers_for_the_longest_sequence(
     name: str, longest: int, length: int
@@ -137,6 +148,21 @@ def test_an_engine_of_its_own_is_fixed_by_the_longest_sequence_that_it_takes() -
     model = tiny_model("phi3")
     NativeEngine(model, eos_token_ids=[2], device=CPU, max_model_len=12)
     assert fixed_length(model) == 12
+
+
+@pytest.mark.parametrize(("longest", "scale"), [(ORIGINAL, 1.2), (ORIGINAL + 1, 1.3)])
+def test_the_scale_of_phimoe_changes_above_the_length(longest: int, scale: float) -> None:
+    [rotary] = [module for module in fixed_policy("phimoe", longest).modules() if hasattr(module, "fixed_rope")]
+    assert rotary.rope_init_fn(rotary.config, CPU)[1] == scale  # type: ignore[operator]
+
+
+def test_a_length_may_stand_in_the_rope_or_beside_it() -> None:
+    beside: Any = transformers.LlamaConfig(**SHAPE)
+    assert original_lengths(beside) == []
+    beside.original_max_position_embeddings = 12
+    assert original_lengths(beside) == [12]
+    beside.rope_parameters = {**LONGROPE}
+    assert original_lengths(beside) == [12, ORIGINAL]
 
 
 def test_only_models_whose_frequencies_vary_are_touched() -> None:

@@ -155,6 +155,31 @@ def test_an_excluded_token_that_was_chosen_is_minus_infinity() -> None:
 
 
 @pytest.mark.usefixtures("_tiles")
+def test_a_capped_logit_excludes_no_token() -> None:
+    # Logits -inf and 0 capped at 2 are -2 and 0: ln(e^-2 / (1 + e^-2)) = -2.126928.
+    bias = torch.tensor([-math.inf, 0.0])
+    logprobs, _ = chosen_logprobs(
+        torch.zeros(1, 1), torch.zeros(2, 1), torch.tensor([0]), LogitTransform(softcap=2.0), bias=bias
+    )
+    assert_close(logprobs, torch.tensor([-2.126928]), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("sums", [(256, 1, 1), (257, 257, 257)])
+def test_gradients_of_bfloat16_are_added_up_in_float32(sums: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16, 256 + 1 is 256, and 257 does not exist. Two tokens are equally likely: d logprob / d bias = 1/2."""
+    monkeypatch.setattr("lightrl.models.logprobs._CPU_TILE", (2, 2))
+    hidden, weight = torch.ones(6, 1, dtype=torch.bfloat16), torch.zeros(2, 1, dtype=torch.bfloat16).requires_grad_()
+    bias = torch.zeros(2, dtype=torch.bfloat16).requires_grad_()
+    logprobs, _ = chosen_logprobs(hidden, weight, torch.zeros(6, dtype=torch.int64), bias=bias)
+    of_rows = [2.0 * part for total in sums for part in (total - 1, 1)]  # two rows of a tile
+    logprobs.backward(torch.tensor(of_rows))
+    wanted = torch.tensor([sum(sums), -sum(sums)]).bfloat16()
+    assert_close(bias.grad, wanted, atol=0, rtol=0)
+    if sums[0] == 256:  # the product of a tile is rounded itself
+        assert_close(weight.grad, wanted[:, None], atol=0, rtol=0)
+
+
+@pytest.mark.usefixtures("_tiles")
 def test_large_logits_do_not_overflow() -> None:
     # Logits (1000, 0, ..., 0) and (-1000, ...): the softmax is one-hot, the entropy 0.
     weight = torch.zeros(9, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.testing import assert_close
 from transformers import PreTrainedModel
 
 from lightrl.models.packed_attention import (
+    _to_heads,
     grouped_attention,
     packed_attention,
     packed_hidden_states,
@@ -156,6 +158,8 @@ def test_window_counts_the_token_itself() -> None:
     # Window 2: 2, (2+4)/2 = 3, (4+8)/2 = 6, (8+16)/2 = 12; the next sequence begins anew: 1.
     assert attend((4, 1), [2, 4, 8, 16, 1], sliding_window=2) == [2, 3, 6, 12, 1]
     assert attend((4, 1), [2, 4, 8, 16, 1], sliding_window=2, softcap=3.0) == [2, 3, 6, 12, 1]
+    # Window 3, one less than the sequence: 2, 3, (2+4+9)/3 = 5, (4+9+17)/3 = 10.
+    assert attend((4,), [2, 4, 9, 17], sliding_window=3) == [2, 3, 5, 10]
 
 
 def test_mask_of_a_sliding_layer_is_its_window() -> None:
@@ -167,6 +171,14 @@ def test_sink_takes_weight_and_gives_none() -> None:
     # A sink score of 0 is one more token of value 0: 4/2 = 2, (4+8)/3 = 4.
     output = attend((2,), [4, 8], s_aux=torch.zeros(1))
     assert_close(output, [2.0, 4.0], atol=1e-6, rtol=0)
+
+
+def test_a_rank_that_splits_the_heads_has_their_sinks() -> None:
+    group: Any = SimpleNamespace(size=2, rank=1, exchange=lambda part: part)
+    heads = torch.zeros(1, 4, 3, 2)
+    *_, sinks = _to_heads(group, heads, heads, heads, torch.arange(4.0))
+    assert sinks is not None
+    assert sinks.tolist() == [2.0, 3.0]
 
 
 def test_layout_reaches_a_model_that_takes_no_keywords() -> None:

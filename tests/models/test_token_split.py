@@ -14,7 +14,7 @@ BATCH = response_batch([([5], [6]), ([7], [8, 9])])  # tokens 5 6 | 7 8 9, bound
 
 @dataclass
 class Alone:
-    """One rank of a group of two, whose other rank contributes zeros."""
+    """One rank of a group, whose other ranks contribute zeros."""
 
     rank: int
     size: int = 2
@@ -32,20 +32,24 @@ def test_a_pack_is_padded_by_a_sequence_of_its_own_and_cut() -> None:
     assert (first.input_ids.tolist(), second.input_ids.tolist()) == ([5, 6, 7], [8, 9, 0])
     assert (first.position_ids.tolist(), second.position_ids.tolist()) == ([0, 1, 0], [1, 2, 0])
     assert first.cu_seqlens == second.cu_seqlens == (0, 2, 5, 6)
+    # 5 tokens and three of padding: 2 for each of four ranks
+    parts = [split_tokens(BATCH, Alone(rank, size=4)) for rank in range(4)]
+    assert [part.input_ids.tolist() for part in parts] == [[5, 6], [7, 8], [9, 0], [0, 0]]
+    assert [part.cu_seqlens for part in parts] == [(0, 2, 5, 8)] * 4
 
 
 def test_a_rank_holds_the_features_of_its_tokens() -> None:
-    """Tokens 0 and 4 are the features 1 and 0 of an image: one on each rank, the second at its place 1."""
+    """Tokens 0, 3 and 4 are the features 2, 0 and 1 of images: the last two are the places 0 and 1 of rank 1."""
     nothing = torch.zeros(0)
     vision = VisionInputs(
         pixel_values=nothing,
         grid_thw=nothing,
-        feature_positions=torch.tensor([0, 4]),
-        feature_index=torch.tensor([1, 0]),
+        feature_positions=torch.tensor([0, 3, 4]),
+        feature_index=torch.tensor([2, 0, 1]),
     )
     parts = [split_tokens(replace(BATCH, vision=vision), Alone(rank)).vision for rank in range(2)]
     held = [(part.feature_positions.tolist(), part.feature_index.tolist()) for part in parts if part is not None]
-    assert held == [([0], [1]), ([1], [0])]
+    assert held == [([0], [2]), ([0, 1], [0, 1])]
     assert split_tokens(BATCH, Alone(0)).vision is None
 
 
