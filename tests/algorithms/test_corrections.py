@@ -100,6 +100,12 @@ def test_statistics_are_of_the_raw_ratio() -> None:
     assert (int(statistics["outside_count"]), int(statistics["count"])) == (1, 4)
 
 
+def test_only_trained_tokens_count_as_outside() -> None:
+    # The sequence's ratio, 8, is beyond the cap for both tokens, of which one is trained.
+    tokens = off_policy([8.0, 3.0], mask=[True, False])
+    assert int(truncated(tokens, level="sequence", cap=2.0).statistics["outside_count"]) == 1
+
+
 @pytest.mark.parametrize("correction", [truncated, masked, icepop, rejected])
 def test_nothing_trained_has_no_weight_and_no_statistics(correction) -> None:  # type: ignore[no-untyped-def]
     found = correction(off_policy([math.nan, 2.0], mask=[False, False]))
@@ -225,3 +231,5 @@ def test_only_bad_sequences_that_the_policy_has_left_are_far() -> None:
         [False, False, False, False, True, True, False],
         [False] * 7,
     ]
+    # A sequence with a mean of 0 is not bad.
+    assert not far_off_policy(tokens, torch.zeros_like(advantages), threshold=0.6).any()

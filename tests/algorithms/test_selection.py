@@ -119,6 +119,21 @@ def test_equal_advantages_select_a_fraction_whatever_the_split(advantages: Tenso
     assert not torch.equal(select(torch.arange(200), 1, []), whole)
 
 
+def test_a_value_that_is_no_number_is_the_smallest() -> None:
+    tokens = UpdateTokens(
+        logprobs=torch.zeros(3),
+        entropy=torch.zeros(3),
+        advantages=torch.zeros(3),
+        mask=torch.ones(3, dtype=torch.bool),
+        sequence_ids=torch.zeros(3, dtype=torch.int64),
+        positions=torch.arange(3),
+        seed=0,
+        sum_over_ranks=lambda sums: sums,
+        gather_over_ranks=lambda rows: rows,
+    )
+    assert tokens.top(torch.tensor([math.nan, -5.0, 1.0]), 2 / 3).tolist() == [False, True, True]
+
+
 def test_candidates_lie_within_the_bounds() -> None:
     covariance = torch.tensor([0.9, 1.0, 5.0, 5.1, 2.0])
     mask = torch.tensor([True, True, True, True, False])

@@ -108,6 +108,18 @@ def test_gmpo_clips_a_bad_token_from_below() -> None:
     assert gmpo(tokens).is_clipped.tolist() == [True]
 
 
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_gmpo_keeps_the_gradient_of_a_token_exactly_at_its_bound(advantage: float) -> None:
+    # log 1 = 0, and both bounds are 0: -s A with s = 1
+    tokens = tokens_at([1.0], [advantage])
+    assert gmpo(tokens, clip_low=0.0, clip_high=0.0).is_clipped.tolist() == [False]
+    assert_close(gradient_of(gmpo, tokens, clip_low=0.0, clip_high=0.0), double(-advantage), atol=1e-6, rtol=0)
+
+
+def test_gmpo_clips_nothing_without_an_advantage() -> None:
+    assert gmpo(tokens_at([0.25], [0.0])).is_clipped.tolist() == [False]
+
+
 @pytest.mark.parametrize("loss", [gspo, gspo_token, gmpo])
 def test_the_cap_is_of_the_mean_and_not_of_a_token(loss) -> None:  # type: ignore[no-untyped-def]
     # Log ratios 24 and 0, A -1: s = exp(12) = 162754.7914190. A token held at 20 would make it exp(10).
@@ -145,6 +157,7 @@ def test_a_fully_masked_sequence_is_zero_over_garbage(loss) -> None:  # type: ig
         # 0.3397852
         ([0.5, 1.0], [1.0, 1.0], [-1.1204223, -1.1204223]),
         ([0.5, 1.0], [-3.0, 1.0], [1.0193557, -0.3397852]),
+        ([4.0, 0.5], [1.0, -1.0], [-0.1991483, 0.1991483]),  # a mean of 0 counts as good
     ],
 )
 def test_vespo_weighs_by_the_product_of_the_ratios(
