@@ -104,6 +104,15 @@ def test_after_a_rewind_the_last_committed_is_the_newest_and_the_last_to_go(tmp_
     assert generation_in(directory.latest()) == 15
 
 
+def test_the_one_before_a_checkpoint_is_the_last_that_a_run_could_continue_then(tmp_path: Path) -> None:
+    directory = CheckpointDirectory(tmp_path, keep=9)
+    first, second = save(directory, 10), save(directory, 20)
+    (directory.begin(25) / "file").write_text("x")
+    directory.commit(25, is_latest=False)
+    third = save(directory, 15)  # the run was resumed from step 10
+    assert [directory.before(path) for path in (first, second, third)] == [None, first, second]
+
+
 def test_a_step_can_be_saved_again(tmp_path: Path) -> None:
     directory = CheckpointDirectory(tmp_path, keep=2)
     for generation in (1, 2, 3):
