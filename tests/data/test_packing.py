@@ -156,6 +156,8 @@ def test_aborted_sample_without_response_keeps_its_place() -> None:
     assert batch.score_index.tolist() == [2, 3]
     pieces = unpack(batch, batch.targets)
     assert {key: piece.tolist() for key, piece in pieces.items()} == {(0, 0): [], (1, 0): [4, 5]}
+    batch = pack([experience(0, 0, [1, 2, 3, 6], []), b], temperature=1.0)  # the longest, so it comes last
+    assert {key: piece.tolist() for key, piece in unpack(batch, batch.targets).items()} == {(1, 0): [4, 5], (0, 0): []}
 
 
 def test_dummy_trains_nothing() -> None:
@@ -290,3 +292,4 @@ def test_versions_are_kept_and_old_tokens_are_not_trained() -> None:
     assert batch.versions is not None
     assert batch.versions.tolist() == [5, 6, 4, 5, 6]  # b is shorter and comes first
     assert batch.loss_mask.tolist() == [True, True, False, True, False]  # 4 is too old, 6 was heard
+    assert pack([replace(b, min_version=6)], temperature=1.0).loss_mask.tolist() == [False, True]

@@ -92,6 +92,8 @@ def check_broadcast_and_groups(comm):
     assert (tensor.tolist(), comm.broadcast_object(comm.rank)) == ([0], 0)  # of rank 0, if nothing else is said
     assert comm.new_groups(1) is None
     assert comm.all_gather_object(comm.rank, comm.new_groups(2)) == [0, 1]
+    alone = [dist.new_group([rank], backend="gloo") for rank in range(2)]
+    assert comm.all_gather_object(comm.rank, alone[comm.rank]) == [comm.rank]
     expect(ValueError, "Groups of 3 ranks do not divide a world of 2", lambda: comm.new_groups(3))
     expect(ValueError, "Groups of 0 ranks do not divide", lambda: comm.new_groups(0))
 
