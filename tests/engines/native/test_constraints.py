@@ -3,12 +3,14 @@
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from torch.testing import assert_close
 
 from lightrl.engines.base import SamplingParams
-from lightrl.engines.native.constraints import penalise
+from lightrl.engines.native.constraints import constrain, penalise
 from lightrl.engines.native.engine import NativeEngine
+from lightrl.engines.native.scheduler import Request, RunningSamples
 from lightrl.testing.tiny_training import tiny_policy
 
 
@@ -24,6 +26,25 @@ def test_penalties_by_hand() -> None:
     penalise(scores, params, (0, 1), [3, 3, 1])
     # 0 and 1 were in the prompt, 3 and 1 generated: 2/2, -2*2, 4/2; then 1: -0.5-0.25, 3: -0.5-2*0.25
     assert_close(scores, torch.tensor([1.0, -4.75, 1.0, 1.0, 0.5]), atol=1e-6, rtol=0)
+
+
+def test_each_row_is_changed_as_its_own_request_asks() -> None:
+    asked = [
+        SamplingParams(),  # of a row before those that draw
+        SamplingParams(min_new_tokens=2, stop_token_ids=(3,)),
+        SamplingParams(min_new_tokens=1, presence_penalty=0.5),  # has its one token
+        SamplingParams(min_new_tokens=2, stop_token_ids=(3,), ignore_eos=True),
+    ]
+    rows = RunningSamples(len(asked))
+    for row, params in enumerate(asked):
+        rows.fill(slice(row, row + 1), Request(row, (4,), params))
+    rows.num_produced[2], rows.outputs["token"][2, 0] = 1, 2
+    logits = torch.zeros(3, 5)
+    found = constrain(logits, rows, 1, np.array([True, False, False, False, False]))
+    none = -math.inf
+    wanted = [[none, 0.0, 0.0, none, 0.0], [0.0, 0.0, -0.5, 0.0, 0.0], [0.0, 0.0, 0.0, none, 0.0]]
+    assert found.tolist() == wanted
+    assert not logits.any()  # they may be kept for another sample of the prompt
 
 
 def test_no_end_comes_before_the_minimum_and_logprobs_are_of_what_is_left() -> None:

@@ -100,6 +100,28 @@ def test_a_group_that_has_entered_is_never_computed_again(make_engine):
     assert num_computed(engine) == 4 + 2 + 1
 
 
+def test_a_row_comes_back_beside_one_that_goes_on(make_engine):
+    """Each is drawn at its own temperature."""
+    engine, plain = make_engine(max_num_seqs=4), make_engine(kind=NativeEngine, max_num_seqs=4)
+    prompts = [[5, 9, 33], [7, 8]]
+    params = [
+        SamplingParams(max_new_tokens=24, seed=seed, temperature=temperature, ignore_eos=True)
+        for seed, temperature in ((1, 0.3), (2, 3.0))
+    ]
+    expected = plain.generate(prompts, params)
+    first, second = (engine.submit(*pair) for pair in zip(prompts, params, strict=True))
+    for _ in range(5):
+        engine.step()
+    [stopped] = engine.abort([first])
+    for _ in range(3):
+        engine.step()
+    again = engine.submit(prompts[0], params[0], stopped)
+    done = {}
+    while engine.has_unfinished():
+        done |= {item.request_id: item for item in engine.step()}
+    expect_equal({0: done[again], 1: done[second]}, dict(enumerate(expected)))
+
+
 def test_rows_come_back_to_an_engine_whose_cache_was_freed_and_beside_new_prompts(make_engine, tiny_model):
     engine, plain = make_engine(max_num_seqs=4), make_engine(kind=NativeEngine, max_num_seqs=4)
     old, new = SamplingParams(n=3, max_new_tokens=20, seed=1), SamplingParams(n=2, max_new_tokens=9, seed=2)

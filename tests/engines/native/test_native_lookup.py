@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,16 @@ def test_an_aborted_sample_goes_on_with_the_same_tokens(tiny_model) -> None:
     for item, expected in zip(stopped, whole, strict=True):
         assert 0 < len(item.output_token_ids) < 40
         assert item.output_token_ids == expected.output_token_ids[: len(item.output_token_ids)]
+    heads = [item.output_token_ids for item in stopped]
+    ends = engine.generate(
+        [[*PROMPTS[2], *head] for head in heads],
+        [
+            replace(params, n=1, first_sample=index, first_token=len(head), max_new_tokens=40 - len(head))
+            for index, head in enumerate(heads)
+        ],
+    )
+    found = [(*head, *end.output_token_ids) for head, end in zip(heads, ends, strict=True)]
+    assert found == [item.output_token_ids for item in whole]
 
 
 def test_an_idle_engine_forgets_how_good_its_guesses_were(tiny_model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,6 +101,16 @@ def test_an_idle_engine_forgets_how_good_its_guesses_were(tiny_model, monkeypatc
     wanted, found = (engine.generate([PROMPTS[2]], [params]) for engine in (new, used))
     assert 0 < new.num_guessed == used.num_guessed - num_before
     assert [sample.logprobs for sample in found] == [sample.logprobs for sample in wanted]
+
+
+def test_what_fills_up_the_guesses_of_a_row_is_no_guess(tiny_model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows with fewer guesses are filled up with zeros, and here each draw is a zero."""
+    monkeypatch.setattr(lookup, "continuation", lambda text, most: np.zeros(max(0, most), np.int64))
+    engine = LookupEngine(tiny_model("llama"), eos_token_ids=[2], device=CPU, num_guesses=3)
+    engine.draw_with(lambda logits, *_: (torch.zeros(len(logits), dtype=torch.int64), torch.zeros(len(logits))))
+    found = engine.generate(PROMPTS[:2], [SamplingParams(max_new_tokens=count) for count in (2, 9)])
+    assert [item.output_token_ids for item in found] == [(0,) * 2, (0,) * 9]
+    assert engine.num_right == engine.num_guessed
 
 
 def test_any_guess_leaves_the_distribution_as_it_is(tiny_model, monkeypatch: pytest.MonkeyPatch) -> None:

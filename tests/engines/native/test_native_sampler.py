@@ -96,6 +96,14 @@ def test_a_token_of_zero_probability_is_never_drawn(vocab):
         assert logprobs.isfinite().all()
 
 
+@pytest.mark.parametrize("vocab", [5, 1025, 3000])  # one search; the last block has 1 and 184 of 256 tokens
+def test_the_highest_uniform_draws_no_token_behind_the_vocabulary(vocab):
+    logits = torch.randn(64, vocab, generator=torch.Generator().manual_seed(0))
+    logits[:, -1] = logits.amax(1) + 3
+    tokens, _ = sample(logits, torch.full((64,), 1 - 2**-53, dtype=torch.float64), plan(64, vocab=vocab))
+    assert tokens.tolist() == [vocab - 1] * 64
+
+
 @pytest.mark.parametrize("vocab", [98, 1025, 3000])
 def test_searching_by_blocks_equals_one_search(vocab):
     logits = torch.randn(200, vocab, generator=torch.Generator().manual_seed(1)) * 3

@@ -47,6 +47,31 @@ def test_padding_is_found():
     assert not scheduler.is_padded(1)  # 400 are less than 1.5 times 280
 
 
+def test_what_is_withdrawn_waits_in_its_order_unless_it_has_begun():
+    scheduler = make()
+    for index in range(3):
+        scheduler.submit(request(index, n=2))
+    scheduler.withdraw(scheduler.admit())
+    assert (scheduler.num_running, scheduler.num_waiting) == (0, 3)
+    admissions = scheduler.admit()
+    assert [(item.request.request_id, item.first_row, item.count) for item in admissions] == [
+        *((index, 2 * index, 2) for index in range(3))
+    ]
+    record(scheduler, [4] * 6)
+    scheduler.withdraw(admissions)
+    assert (scheduler.num_running, scheduler.num_waiting) == (6, 0)
+
+
+def test_of_several_tokens_only_those_that_count_end_a_sample():
+    scheduler = running(9, 9, stop_token_ids=(6,))
+    tokens = np.array([[4, EOS, 6], [4, 6, EOS]])
+    [ended], _ = scheduler.record_runs(tokens, -tokens.astype(float), np.array([1, 3]), 7)
+    assert (ended.request_id, ended.output_token_ids, ended.finish_reason) == (1, (4, 6), "stop")
+    assert (ended.logprobs, ended.versions) == ((-4.0, -6.0), (7, 7))
+    [going_on], _ = scheduler.abort(None)
+    assert (going_on.request_id, going_on.output_token_ids) == (0, (4,))
+
+
 def test_rows_change_places_with_all_that_they_have():
     scheduler = running(5, 5, 5, 5)
     record(scheduler, [4, 5, 6, 7])

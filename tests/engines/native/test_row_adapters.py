@@ -27,8 +27,13 @@ def test_rows_of_one_adapter_are_told_by_its_number() -> None:
 
 def test_columns_of_other_adapters_are_masked() -> None:
     # one column of adapter 0, none of 1, two of 2
-    found = rows(2, NO_ADAPTER, 0, 1).not_theirs((1, 0, 2))
-    assert found.tolist() == [[True, False, False], [True] * 3, [False, True, True], [True] * 3]
+    mixed = rows(2, NO_ADAPTER, 0, 1)
+    for _ in range(2):  # the second time a mask that is kept
+        found = mixed.not_theirs((1, 0, 2))
+        assert found.tolist() == [[True, False, False], [True] * 3, [False, True, True], [True] * 3]
+        # another layer: two columns of adapter 0, one of 1, none of 2
+        found = mixed.not_theirs((2, 1, 0))
+        assert found.tolist() == [[True] * 3, [True] * 3, [False, False, True], [True, True, False]]
 
 
 @pytest.mark.parametrize("shape", [(3, 2), (3, 1, 2)])
