@@ -102,6 +102,7 @@ def test_ranks_together_walk_the_global_order(drop_last: bool, world: int, consu
     kept = len(remaining) - (len(remaining) % world if drop_last else 0)
     assert interleave(parts) == remaining[:kept]
     assert [len(sampler) for sampler in samplers] == [len(part) for part in parts]
+    assert {sampler.most_samples for sampler in samplers} == {len(parts[0])}
     if drop_last:
         assert len({len(part) for part in parts}) == 1
 

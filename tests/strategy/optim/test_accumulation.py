@@ -31,6 +31,10 @@ def test_calls_are_counted_for_each_optimizer() -> None:
     assert accumulation_of(second).is_boundary()
     accumulation.after_update(first, is_finite=False)
     assert (accumulation.is_boundary(), accumulation.gradient_divisor()) == (True, 1.0)
+    for _ in range(5):  # a loop that has refused the boundary at the fourth
+        accumulation.count(4, torch.zeros(()))
+    assert accumulation.may_update(Comm())
+    assert accumulation.gradient_divisor() == 1.0
 
 
 class OneOfTwoRanks(Comm):
@@ -74,6 +78,23 @@ def test_one_loss_that_is_not_finite_spoils_the_update_that_it_belongs_to() -> N
     assert not accumulation.may_update(Comm())
     accumulation.after_update(torch.optim.SGD([torch.zeros(1)], lr=1.0), is_finite=False)
     assert accumulation.may_update(Comm())
+
+
+def test_no_update_is_decided_while_the_optimizer_is_in_host_memory() -> None:
+    """Also where a loss that is not finite forbids it: the gradients stay for the loop that loads and goes on."""
+    strategy, model = SingleStrategy(0, 1.0, 1, 1), nn.Linear(1, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    strategy.register(model, optimizer)
+    for value in (1.0, float("nan")):
+        strategy.backward(value * model(torch.ones(1, 1)).sum(), model, optimizer)
+        if value == 1.0:
+            assert strategy.optimizer_step(optimizer, model, None).stepped
+    assert strategy.offload_optimizer() > 0
+    with pytest.raises(RuntimeError, match="optimizer's states are offloaded"):
+        strategy.optimizer_step(optimizer, model, None)
+    assert model.weight.grad is not None
+    strategy.load_optimizer()
+    assert strategy.optimizer_step(optimizer, model, None).skipped
 
 
 def test_sizes_that_do_not_fit_name_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:

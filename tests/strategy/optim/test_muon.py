@@ -77,6 +77,20 @@ def test_one_step_by_hand() -> None:
     assert_close(weight.detach(), torch.tensor([[0.0, size], [-size, 0.0]]), atol=0.02, rtol=0)
 
 
+def test_it_steps_by_the_groups_that_a_state_brought() -> None:
+    model = tiny_policy()
+    optim = OptimConfig(name="muon", weight_decay=0.1)
+    strategy = SingleStrategy(0, 1.0, 1, 1, StrategyOptions(exact_batches=True, lr=1.0, optim=optim))
+    optimizer = strategy.create_optimizer(model)
+    optimizer.load_state_dict(optimizer.state_dict())  # puts new dictionaries into param_groups
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    gradients(model, 0)
+    optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
 def test_a_schedule_and_a_resume_reach_both(tmp_path: Path) -> None:
     found = []
     for _ in range(2):

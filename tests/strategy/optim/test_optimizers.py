@@ -7,7 +7,7 @@ from torch import nn
 from lightrl.config import GRPOConfig, OptimConfig, lr_scales
 from lightrl.strategy import create_strategy
 from lightrl.strategy.optim.optimizers import TrainedModels, parameter_groups
-from lightrl.strategy.optim.parameter_kinds import apply_lr_scales
+from lightrl.strategy.optim.parameter_kinds import apply_lr_scales, special_kinds
 from lightrl.testing.tiny_training import tiny_policy
 
 
@@ -82,6 +82,10 @@ def test_muon_takes_the_matrices_of_blocks() -> None:
     assert len(chosen) == 2 * 7  # q, k, v, o, gate, up, down of two layers
     assert all("layers." in name and name.endswith("proj.weight") for name in chosen)
     assert sum(len(group["params"]) for group in groups) == len(names)
+    blocks = nn.Module()
+    blocks.layers = nn.ModuleList([nn.Embedding(3, 2), nn.Linear(2, 2)])
+    kinds = special_kinds(blocks, OptimConfig(name="muon"), lambda parameter: parameter.shape)
+    assert [kind.is_muon for kind in kinds.values()] == [False, True, False]
 
 
 def test_patterns_that_are_wrong_are_told() -> None:
