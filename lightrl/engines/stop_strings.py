@@ -61,13 +61,13 @@ def first_stop(token_ids: Sequence[int], stop: Sequence[str], tokenizer: Any, *,
     This is a binary search, since a text only grows.
     """
 
-    def readable(count: int, least: int = 0) -> Iterator[str]:
+    def readable(count: int) -> Iterator[str]:
         """Yields the text of `count` tokens and, if that ends within a character, those of fewer tokens.
 
         Where bytes are tokens (Llama 2, Mistral, Gemma), the first ones of a character make the bytes before them
         unreadable, too, such as a line break, until the last one comes.
         """
-        for length in range(count, max(count - _MOST_BYTES, least), -1):
+        for length in range(count, max(count - _MOST_BYTES, 0), -1):
             text: str = tokenizer.decode(list(token_ids[:length]), skip_special_tokens=False)
             yield text
             if not text.endswith("\ufffd"):
@@ -77,7 +77,7 @@ def first_stop(token_ids: Sequence[int], stop: Sequence[str], tokenizer: Any, *,
     start = max((len(text.rstrip("\ufffd")) for text in readable(after)), default=0)
 
     def has_stop(count: int) -> bool:
-        texts = readable(count, after)
+        texts = readable(count)
         places = (text.find(wanted, max(0, start + 1 - len(wanted))) for text in texts for wanted in stop)
         return any(place >= 0 for place in places)
 
