@@ -17,7 +17,7 @@ def a_run(name: str, rewards: list[float], accuracies: dict[int, float], **confi
 
 
 def test_runs_are_ranked_at_the_last_step_that_all_have() -> None:
-    long = a_run("long", [0.1] * 10 + [0.9] * 10, {10: 0.2, 20: 0.95}, lr=1e-3, seed=0)
+    long = a_run("long", [0.1] * 10 + [0.9] * 10, {5: 0.1, 10: 0.2, 20: 0.95}, lr=1e-3, seed=0)
     short = a_run("short", [0.4] * 10, {10: 0.5}, lr=3e-2, seed=0)
     accuracy, reward, options = compare([long, short])
     assert accuracy == "eval/accuracy up to step 10, the last that all have: short 0.5, long 0.2."
@@ -42,7 +42,7 @@ def test_a_difference_within_the_noise_is_called_so() -> None:
     # the last 4 of 40: means 0.5 and 0.52, each with a standard error of 0.1 / sqrt(4)
     one, two = ([0.0] * 36 + [value - 0.1, value + 0.1] * 2 for value in (0.5, 0.52))
     assert "differ by no more than steps do" in compare([a_run("one", one, {}), a_run("two", two, {})])[0]
-    apart = [0.0] * 36 + [0.7, 0.9] * 2  # 0.3 away, and two standard errors of the difference are 0.14
+    apart = [0.0] * 36 + [0.6, 0.8] * 2  # 0.2 away, and two standard errors of the difference are 0.14
     assert "no more than" not in compare([a_run("one", one, {}), a_run("apart", apart, {})])[0]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.report.diagnosis import diagnose, plateau, smoothed
+from lightrl.report.diagnosis import diagnose, plateau, smoothed, summary
 from lightrl.report.run_files import RunFiles
 
 
@@ -38,6 +38,13 @@ def test_a_plateau_begins_where_nothing_higher_follows() -> None:
     assert plateau([0.0, 1.0, 2.0, 3.0, 3.0, 3.0, 3.0], 0.0) == 3
     assert plateau([0.0, 2.9, 2.0, 3.0], 0.0) == 1  # 2.9 is within 0.15 of 3
     assert smoothed([0.0, 3.0, 3.0]) == [1.5, 2.0, 3.0]  # of two, three and two values
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(299.0, "598 s"), (900.0, "0.50 h")])
+def test_the_key_figures_are_those_of_the_first_and_the_last_step(seconds: float, told: str) -> None:
+    rows = [{"step": step, "reward/mean": value, "time/step": seconds} for step, value in ((3, 0.5), (4, 0.25))]
+    found = summary(RunFiles(name="run", root=Path(), config={}, metrics=rows, samples=[]))
+    assert found == {"steps": 4, "reward/mean": "0.5 to 0.25", "time in steps": told}
 
 
 def test_equal_groups_are_no_problem_of_ppo() -> None:

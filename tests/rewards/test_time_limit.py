@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,6 +87,32 @@ def test_a_timer_of_the_caller_goes_on() -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, *outer)
         signal.signal(signal.SIGALRM, before)
+
+
+def test_what_is_left_of_a_timer_of_the_caller_is_less_by_the_time_of_the_body(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = iter((100.0, 140.0))
+    monkeypatch.setattr("lightrl.rewards.time_limit.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    outer = signal.setitimer(signal.ITIMER_REAL, 1000.0)
+    try:
+        with time_limit(500.0):
+            pass
+        left, _ = signal.getitimer(signal.ITIMER_REAL)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *outer)
+    assert left <= 960.0
+
+
+def test_a_call_in_another_thread_sees_the_variables_of_its_caller() -> None:
+    variable: ContextVar[str] = ContextVar("variable")
+
+    def caller() -> str:
+        variable.set("set")
+        return call_in_time(60.0, variable.get)
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(caller).result() == "set"
 
 
 def test_other_threads_have_no_limit() -> None:

@@ -45,6 +45,18 @@ def test_an_episode_only_grows() -> None:
     assert sample.num_own == 3
 
 
+def test_the_text_is_of_all_turns_and_what_is_heard_has_the_version_of_the_turn_before() -> None:
+    tokenizer = builtin_tokenizer()
+    episode = Episode([2, 3])
+    episode.say(turn(5, text="first", versions=(1,)))
+    prompt = Prompt(index=0, text="", token_ids=(2, 3))
+    assert episode.sample(prompt, 0, 0, tokenizer).text == "first"
+    episode.say(turn(6, text="second", versions=(2,)))
+    assert episode.sample(prompt, 0, 0, tokenizer).text == tokenizer.decode([5, 6], skip_special_tokens=True)
+    episode.hear([7])
+    assert episode.sample(prompt, 0, 0, tokenizer).versions == (1, 2, 2)
+
+
 def test_a_text_is_not_taken_for_tokens() -> None:
     with pytest.raises(ValueError, match=r"hear\(\) takes the ids of tokens, not the text '12'. engine.encode\(text\)"):
         Episode([2]).hear("12")  # type: ignore[arg-type]

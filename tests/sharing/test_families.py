@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lightrl.sharing.families import cut_to_fit, dealt, evenly_dealt, filled
+from lightrl.sharing.families import Dealt, cut_to_fit, dealt, evenly_dealt, filled
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ def test_micro_batches_are_filled_with_pieces() -> None:
         [((1, 0), 2)],
     ]
     assert [sizes(part) for part in filled(families, 4)] == [[4], [1, 2]]
+    assert [sizes(part) for part in filled([Sized((0, 0), 2), Sized((1, 0), 1)], 3)] == [[1, 2]]
 
 
 def test_one_family_is_spread_over_two_ranks() -> None:
@@ -65,3 +66,15 @@ def test_even_families_stay_where_they_are() -> None:
     parts, found = evenly_dealt(whole, lambda mine: dealt([[one.num_tokens] for one in mine]), 2)
     assert parts == whole
     assert found.targets == found.owners == [0, 1]
+
+
+def test_families_that_halves_do_not_make_more_even_stay_whole() -> None:
+    num_dealt = []
+
+    def deal(mine: list[Sized]) -> Dealt:
+        num_dealt.append(len(mine))
+        assert len(num_dealt) < 3
+        return dealt([[one.num_tokens for one in mine], []])
+
+    parts, found = evenly_dealt([Sized((0, 0), 1)], deal, 2)
+    assert (sizes(parts), num_dealt, found.fullest) == ([1], [1, 1], 25.0)
