@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from lightrl.config.options import refuse_beside
 
 _STRATEGIES = ("auto", "single", "ddp", "fsdp")
 _REWARDS = {
@@ -49,13 +51,16 @@ def check_exact(config: Any) -> None:
     """Raises ValueError for an option whose result would depend on the ranks or the micro-batches."""
     if not config.exact:
         raise ValueError("--exact_tile_tokens has no effect without --exact True: add that, or leave it out.")
+    refuse_beside("exact True", _reasons_against(config))
+
+
+def _reasons_against(config: Any) -> Iterator[tuple[str, bool, str]]:
     for name, is_refused, reason in _REASONS:
         value = _value(config, name)
-        if value is not None and is_refused(value):
-            raise _refused(name, value, reason)
+        yield _FLAGS.get(name, f"{name} {value}"), value is not None and is_refused(value), reason
     for reward in getattr(config, "reward", ()):
-        if reward.partition("=")[0] in _REWARDS:
-            raise _refused("reward", reward, _REWARDS[reward.partition("=")[0]])
+        name = reward.partition("=")[0]
+        yield f"reward {reward}", name in _REWARDS, _REWARDS.get(name, "")
 
 
 def _value(config: Any, name: str) -> Any:
@@ -63,8 +68,3 @@ def _value(config: Any, name: str) -> Any:
     for part in name.split("."):
         config = getattr(config, part, None)
     return config
-
-
-def _refused(name: str, value: Any, reason: str) -> ValueError:
-    flag = f"--{_FLAGS[name]}" if name in _FLAGS else f"--{name} {value}"
-    return ValueError(f"--exact True does not go with {flag}: {reason}. Leave one of them out.")

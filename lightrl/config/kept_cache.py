@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightrl.config.options import refuse_beside
+
 KEEPING_ENGINE = "lightrl.engines.native.kept_rows:build_keeping_engine"
 
 
@@ -22,6 +24,4 @@ def check_keep_cache(config: Any) -> None:
         ("routing.replay", config.routing.replay, "experts are chosen anew for every token of a sample that goes on"),
         ("native.lookup", config.native.lookup > 0, "the engine that guesses computes them anew"),
     )
-    for name, is_refused, reason in reasons:
-        if is_refused:
-            raise ValueError(f"--rollout.keep_cache does not go with --{name}: {reason}. Leave one of them out.")
+    refuse_beside("rollout.keep_cache", reasons)

@@ -10,7 +10,7 @@ import itertools
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
@@ -57,6 +57,16 @@ def check_needed(name: str, switch: str, config: Any) -> None:
     """Raises ValueError if the switch, another option of the section, is off, so that this one does nothing."""
     if not getattr(config, switch.rpartition(".")[2]):
         raise ValueError(f"--{name} does nothing without --{switch}: give both or neither.")
+
+
+def refuse_beside(name: str, reasons: Iterable[tuple[str, bool, str]]) -> None:
+    """Raises ValueError if an option does not go with another one.
+
+    reasons: the other option, whether the run has both, and why it cannot.
+    """
+    for other, is_refused, reason in reasons:
+        if is_refused:
+            raise ValueError(f"--{name} does not go with --{other}: {reason}. Leave one of them out.")
 
 
 def section(kind: Callable[[], T], *, resume: Resume = "fixed", check: Check | None = None) -> T:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightrl.config.options import refuse_beside
+
 
 def check_sharing(config: Any) -> None:
     """Raises ValueError for an option that needs whole sequences."""
-    for name, is_refused, reason in reasons_against(config) if config.share_prompts else ():
-        if is_refused:
-            raise ValueError(f"--share_prompts does not go with --{name}: {reason}. Leave one of them out.")
+    if config.share_prompts:
+        refuse_beside("share_prompts", reasons_against(config))
 
 
 def reasons_against(config: Any) -> tuple[tuple[str, bool, str], ...]:

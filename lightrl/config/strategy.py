@@ -10,9 +10,7 @@ from typing import Any, Literal
 
 from lightrl.config.exact import check_exact
 from lightrl.config.foreign_options import native_options
-from lightrl.config.lent_weights import check_share_weights
-from lightrl.config.lookup import check_lookup
-from lightrl.config.native import NativeEngineConfig, check_cpu_kernels
+from lightrl.config.native import NativeEngineConfig, check_native
 from lightrl.config.options import check_values, engine_arguments, option, option_names, section
 
 logger = logging.getLogger(__name__)
@@ -291,9 +289,7 @@ class EngineConfig:
     offload_while_generating: bool = option(False, resume="free")
     """Move the trainer's state to host memory while the engine is awake. This includes its weights, gradients,
     optimizer states and the reference model. Each rollout then waits for two copies."""
-    native: NativeEngineConfig = section(
-        NativeEngineConfig, resume="free", check=lambda options: _check_native(options)
-    )
+    native: NativeEngineConfig = section(NativeEngineConfig, resume="free", check=check_native)
     routing: RoutingConfig = section(RoutingConfig, check=lambda options: _check_routing(options))
 
 
@@ -375,13 +371,6 @@ def _check_compile(options: StrategyOptions) -> None:
 def _check_rates(options: StrategyOptions) -> None:
     if options.optim.min_lr > options.lr:
         raise ValueError(f"--optim.min_lr {options.optim.min_lr} is above --lr {options.lr}, where a schedule begins.")
-
-
-def _check_native(options: StrategyOptions) -> None:
-    checks = {"lookup": check_lookup, "share_weights": check_share_weights, "cpu_kernels": check_cpu_kernels}
-    for name, check in checks.items():
-        if getattr(options.native, name):
-            check(options)
 
 
 def _check_routing(options: StrategyOptions) -> None:
