@@ -21,7 +21,6 @@ COVERED_BY = {  # what only means something as a whole, on real ranks, is starte
     "engines/sglang/sync.py": "engines/real_sglang/test_sglang_engine.py",
     "engines/vllm/build.py": "engines/vllm/test_vllm_engine.py",
     "exact/policy.py": "exact/test_exact_engine.py",
-    "exact/serving.py": "exact/test_exact_engine.py",
     "rewards/sandboxed/data.py": "rewards/sandboxed/test_checker.py",
     "rewards/sandboxed/errors.py": "rewards/sandboxed/test_checker.py",
     "rewards/sandboxed/namespaces.py": "rewards/sandboxed/test_launcher.py",

@@ -8,7 +8,7 @@ from typing import Any
 def truncated_engine(config: Any) -> str:
     """Returns the import path of the engine that reports the tokens to draw from."""
     if config.exact:
-        return "lightrl.exact.truncated:build_exact_truncated_engine"
+        return "lightrl.exact.engine:build_exact_truncated_engine"
     return "lightrl.engines.native.truncated:build_truncated_engine"
 
 

@@ -15,6 +15,7 @@ import torch
 
 from lightrl.cores import usable_cores
 from lightrl.doctor.findings import Finding, judged, ok
+from lightrl.rewards.sandbox import SandboxUnavailableError, choose_confinement, hides_packages
 
 _GB = 1 << 30
 _FEW_FILES = 4096  # a rank has files and sockets for loaders, workers and connections to every other rank
@@ -185,4 +186,19 @@ def _writable(name: str, folder: Path, setting: str) -> Finding:
         f"{folder}, {free / _GB:.1f} GB free",
         warns=free < _LITTLE_DISK,
         remedy=f"A checkpoint has about 12 bytes a parameter: make room, or name another folder by {setting}.",
+    )
+
+
+def check_sandbox() -> Iterator[Finding]:
+    """Yields a finding about how the programs of the reward `code` are confined, or why they cannot be."""
+    try:
+        confinement = choose_confinement()
+    except SandboxUnavailableError as error:
+        yield Finding("sandbox", "warning", "none works, so --reward code is refused", str(error))
+        return
+    yield judged(
+        "sandbox",
+        f"--reward code runs programs by {confinement}",
+        warns=confinement != "landlock" and hides_packages(),
+        remedy="Programs cannot import installed packages, since these are in /tmp: make the environment elsewhere.",
     )

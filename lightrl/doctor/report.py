@@ -12,10 +12,9 @@ from datetime import timedelta
 from lightrl.comm import Comm, connect, pick_device
 from lightrl.config import exit_with_user_error, option, parse_config, print_text, print_user_error
 from lightrl.doctor.findings import Finding, findings_of
-from lightrl.doctor.machine import check_devices, check_folders, check_limits, check_ports
+from lightrl.doctor.machine import check_devices, check_folders, check_limits, check_ports, check_sandbox
 from lightrl.doctor.packages import check_packages, check_python
 from lightrl.doctor.ranks import check_ranks
-from lightrl.doctor.sandbox import check_sandbox
 
 _APART = (
     "The ranks could not work together. Is MASTER_ADDR the address of the first machine, as the others reach it, and "

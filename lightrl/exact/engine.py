@@ -19,6 +19,7 @@ from lightrl.engines.native.modules import ModuleForward
 from lightrl.engines.native.own_cache import SampleCaches
 from lightrl.engines.native.products import FusedLinear
 from lightrl.engines.native.sampler import SamplingPlan, keep_allowed, sample
+from lightrl.engines.native.truncated import TruncatedEngine
 from lightrl.exact.attention import ENGINE_ATTENTION, LEAST_KEYS, attend, attend_causally
 from lightrl.exact.environment import linear
 from lightrl.models.logprobs import final_logits, logprobs_of_logits
@@ -157,4 +158,9 @@ class ExactEngine(NativeEngine):
     draw = staticmethod(draw_exactly)
 
 
+class ExactTruncatedEngine(TruncatedEngine, ExactEngine):
+    """Generates with the trainer's arithmetic, and reports the tokens that were left to draw from."""
+
+
 build_exact_engine = partial(build_native_engine, kind=ExactEngine)
+build_exact_truncated_engine = partial(build_native_engine, kind=ExactTruncatedEngine)

@@ -1,11 +1,11 @@
-"""The policy of a run with `--exact`: its logprobs have the same bits as the engine's."""
+"""The policy of a run with `--exact`, whose logprobs have the same bits as the engine's, and what serves it."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightrl.exact.attention import TRAINER_ATTENTION
@@ -13,6 +13,7 @@ from lightrl.models.logprobs import LogitSteps
 from lightrl.models.lora import adapter_of, lora_layers
 from lightrl.models.packed_attention import ATTENTION_NAME
 from lightrl.models.policy import Policy
+from lightrl.strategy.base import StrategyBase
 
 
 def make_exact(policy: Policy) -> None:
@@ -35,3 +36,17 @@ def merged_forward(layer: Any, inputs: Tensor) -> Tensor:
     adapter = adapter_of(layer)
     weight = base.weight if layer.disable_adapters else base.weight + adapter.delta(adapter.down, adapter.up)
     return F.linear(inputs, weight.T if adapter.is_transposed else weight, base.bias)
+
+
+class ExactServing(StrategyBase):
+    """Mixin for a strategy that makes its policies and its engine use the same arithmetic."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.serving.factories = {"native": "lightrl.exact.engine:build_exact_engine"}
+
+    def prepare_model(self, model: nn.Module) -> nn.Module:
+        """Makes a policy exact, then prepares it."""
+        if isinstance(model, Policy):
+            make_exact(model)
+        return super().prepare_model(model)

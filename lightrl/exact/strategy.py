@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightrl.config import RunConfig
-from lightrl.exact.serving import ExactServing
+from lightrl.exact.policy import ExactServing
 from lightrl.exact.step_statistics import ExactStatistics
 from lightrl.exact.sums import GradientSum, from_units, sum_of_squares, to_units
 from lightrl.strategy.base import StrategyBase, TrainBatchResult, create_strategy, strategy_class

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightrl.doctor import machine
 from lightrl.doctor.findings import Finding
 from lightrl.doctor.machine import check_devices, check_folders, check_limits, check_ports
+from lightrl.rewards.sandbox import SandboxUnavailableError
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -110,3 +112,24 @@ def test_folders_that_a_run_writes_to(tmp_path: Path, monkeypatch: pytest.Monkey
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]  # nothing is left, and no folder was made
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1 << 40, 1 << 40, 1 << 30))
     assert by_check(check_folders(str(tmp_path)))["output folder"].verdict == "warning"
+
+
+def refuse() -> str:
+    raise SandboxUnavailableError("This system allows no sandbox. Install bubblewrap.")
+
+
+@pytest.mark.parametrize(
+    ("confinement", "is_hidden", "verdict"),
+    [("bubblewrap", False, "ok"), ("bubblewrap", True, "warning"), ("landlock", True, "ok")],
+)
+def test_the_confinement(confinement: str, is_hidden: bool, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "choose_confinement", lambda: confinement)
+    monkeypatch.setattr(machine, "hides_packages", lambda: is_hidden)
+    (found,) = machine.check_sandbox()
+    assert (found.verdict, found.found) == (verdict, f"--reward code runs programs by {confinement}")
+
+
+def test_no_sandbox_is_a_warning_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "choose_confinement", refuse)
+    (found,) = machine.check_sandbox()
+    assert (found.verdict, found.remedy) == ("warning", "This system allows no sandbox. Install bubblewrap.")

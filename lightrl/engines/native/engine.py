@@ -41,7 +41,7 @@ from lightrl.engines.native.row_parts import (
 from lightrl.engines.native.sampler import SamplingPlan, plan_sampling, sample
 from lightrl.engines.native.scheduler import Admission, Moves, Request, Scheduler, prefill_groups
 from lightrl.engines.weights.account import WeightAccount, named_shapes, raise_problems
-from lightrl.engines.weights.storage import drop_weights
+from lightrl.engines.weights.host_memory import drop_weights
 from lightrl.models.buffers import compute_buffers
 from lightrl.models.fixed_rope import fix_frequencies, fixed_length
 from lightrl.models.multimodal import FAMILIES, MediaProcessor

@@ -33,8 +33,8 @@ from lightrl.engines.colocated import clear_caches
 from lightrl.engines.vllm import host
 from lightrl.engines.vllm.delivery import Delivery
 from lightrl.engines.weights.account import WeightAccount, named_shapes, raise_problems
+from lightrl.engines.weights.host_memory import drop_weights
 from lightrl.engines.weights.placement import Placement, ServerRules
-from lightrl.engines.weights.storage import drop_weights
 from lightrl.models.multimodal import VIDEO_FPS
 from lightrl.models.policy import persistent_buffers
 from lightrl.records import FinishReason

@@ -1,14 +1,14 @@
-"""Memory that all ranks of one host map, so that an engine's weights are there once and not once for each rank."""
+"""The memory of an engine's weights: freed and taken again, or mapped by all ranks of a host to be there only once."""
 
 from __future__ import annotations
 
 import mmap
 import os
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightrl.comm import Comm
 
@@ -60,6 +60,20 @@ def move_apart(parameters: Iterable[Tensor]) -> bool:
         memory = own.setdefault(shared._cdata, torch.empty(shared.nbytes(), dtype=torch.uint8))
         item.data = memory.view(item.dtype).as_strided(item.shape, item.stride(), item.storage_offset())
     return bool(mapped)
+
+
+def drop_weights(model: nn.Module, follow: Callable[[], None] | None = None) -> list[tuple[torch.UntypedStorage, int]]:
+    """Frees the memory of all parameters; resizing each storage back to its bytes makes room for new values.
+
+    follow: is called if parameters left memory that other ranks still read, to let go of it.
+    """
+    if move_apart(model.parameters()) and follow is not None:
+        follow()
+    storages = {item.untyped_storage().data_ptr(): item.untyped_storage() for item in model.parameters()}
+    dropped = [(storage, storage.nbytes()) for storage in storages.values()]
+    for storage, _ in dropped:
+        storage.resize_(0)
+    return dropped
 
 
 def is_mapped(parameter: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Parameters that move into common memory and out of it, with one rank; test_host_serving.py has several."""
+"""Parameters that are freed, or move into common memory and out of it, on one rank; test_host_serving.py has more."""
 
 import os
 
@@ -8,8 +8,7 @@ from torch import nn
 
 from lightrl.comm import Comm
 from lightrl.engines.weights import host_memory
-from lightrl.engines.weights.host_memory import is_mapped, map_together, move_apart, move_together
-from lightrl.engines.weights.storage import drop_weights
+from lightrl.engines.weights.host_memory import drop_weights, is_mapped, map_together, move_apart, move_together
 
 
 def joined() -> nn.ModuleDict:
@@ -90,3 +89,20 @@ def test_another_size_or_a_lost_process_is_noticed(tmp_path, monkeypatch) -> Non
         assert host_memory._mapped(str(tmp_path / "file"), 11) is None
     assert host_memory._mapped(str(tmp_path / "none"), 11) is None
     assert host_memory._mapped(str(tmp_path / "file"), 10) is not None
+
+
+def test_memory_goes_and_comes_back_under_the_same_parameters() -> None:
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    model.tied = model[0].weight
+    parameters = list(model.parameters())
+    dropped = drop_weights(model)
+    assert sum(size for _, size in dropped) == 4 * (15 + 5 + 10 + 2)
+    assert all(parameter.untyped_storage().nbytes() == 0 for parameter in parameters)
+    for storage, size in dropped:
+        storage.resize_(size)
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.fill_(2.0)
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    with torch.no_grad():
+        assert float(model(torch.ones(1, 3))[0, 0]) == 5 * 2 * 8 + 2  # 3 * 2 + 2 = 8 in each of five
