@@ -6,11 +6,11 @@ At the end it also exports the averaged weights (--ema_decay). A run without the
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
+from lightrl.trainers.hub_push import Repository
 from lightrl.trainers.model_card import write_card
 from lightrl.trainers.observer import Observer
 from lightrl.wording import counted
@@ -25,7 +25,9 @@ class Export(Observer):
         """Prepares the exports; every rank must call it."""
         self._trainer, self._config, self._comm = trainer, trainer.config, trainer.strategy.comm
         with self._comm.phase("hub", local=True):
-            self._upload = _uploader(self._config) if self._config.hub.push and self._comm.is_main else None
+            self._repository: Repository | None = None
+            if self._config.hub.push and self._comm.is_main:
+                self._repository = Repository(self._config.hub.push, is_private=self._config.hub.private)
 
     def after_step(self, step: int) -> None:
         """Exports the models if an export is due; the final ones are exported at the end of the run."""
@@ -61,8 +63,10 @@ class Export(Observer):
         if not self._config.hub.push:
             return
         uploading: Thread | None = None
-        if self._upload is not None:
-            uploading = Thread(target=self._upload, args=(folder, message), name="upload", daemon=True)
+        if self._repository is not None:
+            uploading = Thread(
+                target=self._repository.upload_or_warn, args=(folder, message), name="upload", daemon=True
+            )
             uploading.start()
         # One collective that waits for the whole upload would break at its time-out.
         while self._comm.any(uploading is not None and uploading.is_alive()):
@@ -82,10 +86,3 @@ class AverageExport(Observer):
         if folder == trainer.folder.final:
             with trainer.strategy.averaged_weights(trainer.model):
                 trainer.export(trainer.folder.root / "final_ema")
-
-
-def _uploader(config: Any) -> Callable[[Path, str], None]:
-    """Returns a function that uploads a folder; raises at once if the hub would refuse it."""
-    from lightrl.trainers.hub_push import Repository  # noqa: PLC0415  (only with --hub.push)
-
-    return Repository(config.hub.push, is_private=config.hub.private).upload_or_warn

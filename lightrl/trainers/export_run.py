@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from lightrl.strategy.saving.state_files import HASH_FILE
 from lightrl.trainers.best import step_of_best
 from lightrl.trainers.earlier_run import config_file, last_step, read_rows
 from lightrl.trainers.hash_run import compared
+from lightrl.trainers.hub_push import Repository
 from lightrl.trainers.model_card import write_card
 from lightrl.trainers.turn_end import end_of_turn, stop_at
 from lightrl.wording import counted
@@ -57,15 +58,15 @@ def main(arguments: Sequence[str]) -> int:
             raise ValueError(f"{target} exists. Delete it, or name another folder by --output.")
         if problem := why_unwritable(target):
             raise ValueError(f"{target} cannot be written: {problem}. Name another folder by --output.")
-        upload = _uploader(asked.push) if asked.push else None
+        repository = Repository(asked.push, is_private=True) if asked.push else None
         if name in ("final", "best"):
             shutil.copytree(run / name, target)
         else:
             _write(config, run, done, target)
         write_card(target, run, config, step=done)
         print_text(f"model: {target}")
-        if upload is not None:
-            print_text(f"uploaded: {upload(target, counted(done, 'step'))}")
+        if repository is not None:
+            print_text(f"uploaded: {repository.upload(target, counted(done, 'step'))}")
     except (ValueError, OSError) as error:
         exit_with_user_error(error)
     return 0
@@ -82,13 +83,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", metavar="DIR", help="folder to write (default: RUN/exports/NAME)")
     parser.add_argument("--hub.push", dest="push", metavar="NAME", help="upload it to this repository of the hub")
     return parser
-
-
-def _uploader(name: str) -> Callable[[Path, str], str]:
-    """Returns a function that uploads a folder; raises ValueError at once if the hub would refuse it."""
-    from lightrl.trainers.hub_push import Repository  # noqa: PLC0415  (only with --hub.push)
-
-    return Repository(name, is_private=True).upload
 
 
 def _config_of(run: Path) -> RunConfig:

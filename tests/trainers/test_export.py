@@ -103,7 +103,8 @@ def test_ranks_hear_of_a_long_upload_more_often_than_they_time_out(
     for rank, answers in ((0, [True, True, True]), (1, [True, True, False])):
         comm = AnsweringComm(rank, answers)
         upload = partial(lambda event, *_: uploaded.append(event.wait(20)), comm.was_asked)
-        monkeypatch.setattr(export, "_uploader", lambda _, upload=upload: upload)
+        repository = SimpleNamespace(upload_or_warn=upload)
+        monkeypatch.setattr(export, "Repository", lambda *_, made=repository, **__: made)
         trainer: Any = SimpleNamespace(
             strategy=SimpleNamespace(comm=comm),
             config=SimpleNamespace(hub=HubConfig(push="me/model")),
