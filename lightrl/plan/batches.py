@@ -50,7 +50,6 @@ class Batches:
 
 def batches_of(config: RunConfig, *, ranks: int, prompt_tokens: int, response_tokens: int) -> Batches:
     """Returns the batches of a run whose ranks all train."""
-    is_rollout = isinstance(config, RolloutConfig)
     scored = config.max_new_tokens if isinstance(config, RolloutConfig) and not response_tokens else response_tokens
     length = prompt_tokens + scored
     answers = 2 if isinstance(config, DPOConfig | RMConfig) else 1  # sequences per item; micro-batches keep items whole
@@ -69,7 +68,7 @@ def batches_of(config: RunConfig, *, ranks: int, prompt_tokens: int, response_to
         pack=PackShape(
             num_sequences=answers * -(-items // count),
             length=length,
-            num_scored=1 if isinstance(config, RMConfig) and not is_rollout else scored,
+            num_scored=1 if isinstance(config, RMConfig) else scored,
         ),
     )
 

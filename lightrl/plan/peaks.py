@@ -180,7 +180,9 @@ class _Step:
     @property
     def _has_reference(self) -> bool:
         config = self._config
-        return isinstance(config, DPOConfig) or (isinstance(config, RolloutConfig) and _kl_coef(config) > 0)
+        return isinstance(config, DPOConfig) or (
+            isinstance(config, GRPOConfig | PPOConfig) and config.algorithm.kl_coef > 0
+        )
 
     def _all_phases(self, engine: Engine | None, *, is_beside: bool) -> list[Phase]:
         resident = self._resident()
@@ -304,10 +306,6 @@ class _Step:
         if self._stage is not None:  # its ranks split both
             rows, vocabulary = rows // self._config.megatron.cp_size, vocabulary // self._config.tp_size
         return float(3 * _FLOAT * min(tile[0], rows) * min(tile[1], vocabulary))
-
-
-def _kl_coef(config: RolloutConfig) -> float:
-    return config.algorithm.kl_coef if isinstance(config, GRPOConfig | PPOConfig) else 0.0
 
 
 def _head_gradient(model: Model, kept: Kept) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -105,7 +106,4 @@ def _numel(weight: Weight, cut: str, sizes: Sizes, place: Place) -> int:
     shape = weight.shape
     if cut == ROWS:
         shape = (padded_rows(shape[0], sizes.tp), *shape[1:])
-    numel = 1
-    for size in part_of(shape, cut, sizes, place).shape:
-        numel *= size
-    return numel
+    return math.prod(part_of(shape, cut, sizes, place).shape)
