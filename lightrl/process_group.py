@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import socket
 import sys
 from contextlib import suppress
 from datetime import timedelta
@@ -197,3 +198,11 @@ def pick_gpu(num_gpu_per_node: int) -> torch.device:
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def free_port() -> int:
+    """Returns a port on which nobody listens at present."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port

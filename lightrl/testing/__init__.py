@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightrl.testing.spmd import SpmdError, free_port, run_program, run_spmd
+from lightrl.process_group import free_port
+from lightrl.testing.spmd import SpmdError, run_program, run_spmd
 
 if TYPE_CHECKING:
     from lightrl.testing.engine_contract import EngineContract

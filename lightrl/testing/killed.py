@@ -16,8 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal, Protocol
 
+from lightrl.process_group import free_port
 from lightrl.testing.preloaded import Forked, Program, start
-from lightrl.testing.spmd import environment_of_rank, free_port, store_of_ranks
+from lightrl.testing.spmd import environment_of_rank, store_of_ranks
 
 Launcher = Literal["torchrun", "forked", "nobody"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from pathlib import Path
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from lightrl.process_group import free_port
 from lightrl.testing.preloaded import ENVIRONMENT, Forked, Program, start
 
 _GRACE_S = 30  # from SIGTERM to SIGKILL, as in torchrun
@@ -38,14 +38,6 @@ _READ_BY_IMPORTS = (
 
 class SpmdError(AssertionError):
     """A program on several ranks failed or hung; the message holds what it printed."""
-
-
-def free_port() -> int:
-    """Returns a port that no process listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def run_spmd(

@@ -38,7 +38,7 @@ from lightrl.engines.base import (
 from lightrl.engines.frequencies import check_sglang
 from lightrl.engines.sglang.arguments import SPARE_PLACES, engine_seed, environment_for_start, server_arguments
 from lightrl.engines.sglang.loader import LOADER
-from lightrl.engines.sglang.process import SGLangProcess, free_port, kept_state
+from lightrl.engines.sglang.process import SGLangProcess, kept_state
 from lightrl.engines.sglang.requests import Sample, SampleTasks, is_cut, media_features
 from lightrl.engines.sglang.sync import Route, WeightSender
 from lightrl.engines.weights.account import WeightAccount, raise_problems
@@ -46,6 +46,7 @@ from lightrl.engines.weights.names import checkpoint_pairs
 from lightrl.imports import is_installed
 from lightrl.models.multimodal import FAMILIES, MediaProcessor
 from lightrl.models.packed_attention import varies_with_length
+from lightrl.process_group import free_port
 
 T = TypeVar("T")
 

@@ -18,7 +18,6 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -29,14 +28,6 @@ import torch
 T = TypeVar("T")
 _LOOK_EVERY_S = 1.0  # between checks that the schedulers are alive
 _END_TIMEOUT_S = 30.0
-
-
-def free_port() -> int:
-    """Returns a port on which nobody listens at present."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def note_death(signum: int, frame: Any) -> None:
