@@ -295,7 +295,8 @@ class ColocatedEngine:
         Unfinished requests keep what they have, and go on when the engine is awake again.
         """
         if level not in self.engine.sleep_levels:
-            raise ValueError(_describe_bad_level(self.engine, level))
+            known = ", ".join(map(str, self.engine.sleep_levels))
+            raise ValueError(f"{type(self.engine).__name__} has no sleep level {level}. It has: {known}.")
         if self._phase is _Phase.ASLEEP:
             return 0
         self.wake()  # engines go to sleep as a whole, and only when awake
@@ -365,10 +366,6 @@ def _cut_before(placeholder_ids: Collection[int | None], item: Completion) -> Co
     """Cuts before the first sampled image or video placeholder, whose image a trainer would look for."""
     end = next((i for i, token in enumerate(item.output_token_ids) if token in placeholder_ids), None)
     return item if end is None else cut_to(item, end, "length")
-
-
-def _describe_bad_level(engine: InferenceEngine, level: int) -> str:
-    return f"{type(engine).__name__} has no sleep level {level}. It has: {', '.join(map(str, engine.sleep_levels))}."
 
 
 def _problem_of(item: Completion, running: Collection[int], vocab_size: int) -> str | None:

@@ -137,7 +137,10 @@ class ScheduledCollector(EpisodeCollector):
                 self._score_finished(step)
                 rejected = self._rejected(batch)
                 if not rejected:
-                    _require_groups(batch, has_rejected)
+                    if not batch and not has_rejected:
+                        raise RuntimeError(
+                            "Every episode of the step has failed or was rejected; the log has the first failure."
+                        )
                     return batch
                 has_rejected = True
                 scheduler.lose(rejected)
@@ -232,11 +235,6 @@ class ScheduledCollector(EpisodeCollector):
         if scheduler.rules.tail_batch > 0:
             statistics.maximum("rollout/tail_batch", float(scheduler.is_tail(step)))
         self._num_lost = 0
-
-
-def _require_groups(batch: Sequence[int], has_rejected: bool) -> None:
-    if not batch and not has_rejected:
-        raise RuntimeError("Every episode of the step has failed or was rejected; the log has the first failure.")
 
 
 def scheduled_collector(

@@ -66,7 +66,8 @@ def check_state_dict_modes(strategy: StrategyBase) -> None:
     expected = parameters(strategy, policy)
     full = strategy.get_model_state_dict(cpu_offload=True, full_state_dict=True, model=policy)
     same(full, expected)
-    same({name: value.cpu() for name, value in whole_state(strategy, policy).items()}, expected)
+    everywhere = strategy.get_model_state_dict(cpu_offload=False, full_state_dict=True, model=policy)
+    same({name: value.cpu() for name, value in everywhere.items()}, expected)
     live = strategy.get_model_state_dict(cpu_offload=False, full_state_dict=False, model=policy)
     copied = strategy.get_model_state_dict(cpu_offload=True, full_state_dict=False, model=policy)
     total = strategy.comm.all_reduce(sum(value.numel() for value in live.values()), "sum")
@@ -77,11 +78,6 @@ def check_state_dict_modes(strategy: StrategyBase) -> None:
     assert any(not torch.equal(live[name].cpu(), before[name]) for name in live if live[name].numel())
     same(copied, before)
     same(full, expected)
-
-
-def whole_state(strategy: StrategyBase, policy: nn.Module) -> dict[str, Tensor]:
-    """Returns the whole state dict on every rank."""
-    return strategy.get_model_state_dict(cpu_offload=False, full_state_dict=True, model=policy)
 
 
 def check_export(strategy: StrategyBase, folder: Path) -> None:

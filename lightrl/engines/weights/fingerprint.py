@@ -144,7 +144,7 @@ class Sums:
         if self._num_bytes > _STAGED_BYTES or (self._staged and self._staged[0].device != content.device):
             self._read_staged()
         tail = -(lead + size) % _ROW
-        zeros = _zeros(content.device) if lead or tail else content
+        zeros = torch.zeros(_ROW, dtype=torch.int8, device=content.device) if lead or tail else content
         self._staged += [zeros[:lead], content, zeros[:tail]] if lead or tail else [content]
         self._staged_places.append(_Rows(self._count, start // _ROW, (lead + size + tail) // _ROW))
         self._num_bytes += lead + size + tail
@@ -236,10 +236,6 @@ def _has_exact_product() -> bool:
 
 
 @functools.lru_cache
-def _zeros(device: torch.device) -> Tensor:
-    return torch.zeros(_ROW, dtype=torch.int8, device=device)
-
-
 @functools.lru_cache
 def _matrix(device: torch.device, dtype: torch.dtype) -> Tensor:
     """Returns [_NUM_SUMS, _ROW]: the numbers of a place are parallel to no other's.
