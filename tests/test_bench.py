@@ -1,12 +1,12 @@
 """The command that compares benchmarks with their baselines."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from loaded_file import load_file
 
 ROOT = Path(__file__).parents[1]
 OUTPUTS = {
@@ -33,13 +33,7 @@ OUTPUTS = {
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("bench", ROOT / "benchmarks" / "bench.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bench"] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_file(ROOT / "benchmarks" / "bench.py")
 
 
 def test_the_ratio_of_cpu_seconds_is_read_from_each_program(bench: ModuleType) -> None:

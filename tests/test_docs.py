@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from pkgutil import resolve_name
 from types import ModuleType
 
 import pytest
+from loaded_file import load_file
 
 from lightrl.config import DPOConfig, GRPOConfig, PPOConfig, RMConfig, SFTConfig
 from lightrl.config.options import option_names
@@ -24,12 +24,7 @@ EXAMPLES = {"path/to/file.py", "lightrl/x/y.py", "tests/x/test_y.py"}
 
 @pytest.fixture(scope="module")
 def docs_links() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_links", ROOT / "scripts" / "docs_links.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_file(ROOT / "scripts" / "docs_links.py")
 
 
 def exists(name: str, page: Path) -> bool:

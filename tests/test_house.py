@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from loaded_file import load_file
 
 from lightrl import comm, seeding
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def benchmark(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def house() -> ModuleType:
-    return benchmark("house")
+    return load_file(ROOT / "benchmarks" / "house.py")
 
 
 def test_no_file_is_longer_than_a_reader_can_hold(house: ModuleType) -> None:
@@ -79,7 +68,8 @@ def test_functions_are_listed_in_the_order_of_their_first_call() -> None:
     outer, inner, deepest, imported = (
         function.__code__ for function in (seeding.mix_seed, seeding.prefix_state, seeding.uniform_array, comm.connect)
     )
-    lines = benchmark("reach").in_order({imported: -1, outer: 0, inner: 1, deepest: 2}, deepest=1)
+    reach = load_file(ROOT / "benchmarks" / "reach.py")
+    lines = reach.in_order({imported: -1, outer: 0, inner: 1, deepest: 2}, deepest=1)
     assert lines == [
         f"mix_seed  seeding.py:{outer.co_firstlineno}",
         f"  prefix_state  seeding.py:{inner.co_firstlineno}",

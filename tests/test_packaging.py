@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import re
 import shutil
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from loaded_file import load_file
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -26,12 +26,7 @@ SHELL_SCRIPTS += [ROOT / ".ci" / "run"]
 
 @pytest.fixture(scope="module")
 def check_wheel() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("check_wheel", ROOT / "scripts" / "check_wheel.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_file(ROOT / "scripts" / "check_wheel.py")
 
 
 def write_package(root: Path) -> Path:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
+from loaded_file import load_file
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "smollm2.py"
 HIDDEN, HEADS, LAYERS = 16, 2, 1
@@ -17,12 +17,7 @@ TOKENS = ["<unk>", "<|im_start|>", "<|im_end|>", "a", "b", "ab"]
 
 @pytest.fixture
 def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("smollm2", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_file(EXAMPLE)
 
 
 def write_gguf(path: Path) -> dict[str, np.ndarray]:

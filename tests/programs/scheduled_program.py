@@ -7,11 +7,11 @@ With drop the bound is 1 in place of 3.
 After step KILLED_AFTER the state goes through a file into a new schedule, as after a kill. -1: never.
 """
 
-import io
 import json
 import sys
 
 import torch
+from saved_state import through_a_file
 
 from lightrl.builtin.model import tiny_model
 from lightrl.comm import RankError
@@ -75,13 +75,6 @@ def parts(strategy, tail_batch, partial, late):
         seed=3,
         limits=limits,
     )
-
-
-def through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def main(output, killed_after, partial, tail_batch, late):

@@ -1,7 +1,6 @@
 """Production and consumption in threads of one process, with an engine whose tokens say where they come from."""
 
 import asyncio
-import io
 import random
 import threading
 import time
@@ -10,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from saved_state import through_a_file
 from torch.distributed import HashStore
 
 from lightrl import process_group
@@ -438,13 +438,6 @@ def test_groups_of_a_checkpoint_wait_for_their_prompts_from_the_curriculum(monke
 
 def partials_of(state):
     return state["partials"] if "partials" in state else [item for j in state["journals"] for item in j["partials"]]
-
-
-def through_a_file(state):
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def test_tickets_that_were_used_are_left_out():

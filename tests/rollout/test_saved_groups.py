@@ -1,9 +1,7 @@
 """A scored group goes through a checkpoint's file and comes back equal."""
 
-import io
-
 import numpy as np
-import torch
+from saved_state import through_a_file
 
 from lightrl.records import Prompt, Sample, ScoredGroup, Status
 from lightrl.rollout.saved_groups import group_from_state, group_state
@@ -39,17 +37,10 @@ def sample(index: int, *branches: Sample) -> Sample:
     )
 
 
-def saved_and_read(state: dict) -> dict:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
 def test_a_group_comes_back_equal() -> None:
     branch = sample(2)
     group = ScoredGroup(samples=(sample(0, branch), sample(1)), rewards=(1 / 3, 1.0), step=3, baseline=0.125)
-    read = group_from_state(saved_and_read(group_state(group)), PROMPTS)
+    read = group_from_state(through_a_file(group_state(group)), PROMPTS)
     assert read == group
     assert (read.samples[1].routing == 4).all()
     assert (read.samples[1].allowed == 1).all()
