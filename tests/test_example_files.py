@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from made_samples import made_sample
 
 from lightrl import GRPOConfig, create_strategy
 from lightrl.builtin.model import tiny_model
-from lightrl.records import Prompt, Sample
+from lightrl.records import Prompt
 from lightrl.rewards import load_reward, score
 from lightrl.testing import StrategyContract, run_spmd
 
@@ -31,10 +32,7 @@ PROGRAMS = {  # each with arguments that it accepts
 )
 def test_digit_reward_counts_characters_in_place(response: str, reward: float) -> None:
     prompt = Prompt(index=0, text="63+64=", token_ids=(1,), answer=127)
-    sample = Sample(
-        prompt=prompt, position=0, sample_index=0, response_ids=(), sampler_logprobs=(), versions=(),
-        finish_reason="stop", text=response,
-    )  # fmt: skip
+    sample = made_sample(prompt=prompt, text=response)  # fmt: skip
     digit_reward = load_reward(f"{ROOT}/examples/digit_reward.py:digit_reward")
     assert score(digit_reward, [sample]) == pytest.approx([reward], abs=1e-12)
 

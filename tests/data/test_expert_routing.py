@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from made_samples import made_sample
 
 from lightrl.data.expert_routing import join_routing
 from lightrl.data.packing import dummy_batch, pack
@@ -14,15 +15,11 @@ from lightrl.records import Experience, Prompt, Sample
 
 
 def sample(position: int, num_prompt: int, num_response: int, routing: Any = None) -> Sample:
-    return Sample(
+    return made_sample(
         prompt=Prompt(index=position, text="", token_ids=tuple(range(1, num_prompt + 1))),
         position=position,
-        sample_index=0,
         response_ids=(7,) * num_response,
         sampler_logprobs=(-1.0,) * num_response,
-        versions=(0,) * num_response,
-        finish_reason="stop",
-        text="",
         routing=routing,
     )
 

@@ -9,24 +9,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from made_samples import made_sample
 from torch.testing import assert_close
 
 from lightrl.data.packing import TokenValues, _cut_in_order, dummy_batch, pack, split_micro_batches, unpack
-from lightrl.records import Experience, Prompt, Sample
+from lightrl.records import Experience, Prompt
 
 
 def experience(
     position: int, sample_index: int, prompt: list[int], response: list[int], advantage: float = 0.5
 ) -> Experience:
-    sample = Sample(
+    sample = made_sample(
         prompt=Prompt(index=100 + position, text="", token_ids=tuple(prompt)),
         position=position,
         sample_index=sample_index,
         response_ids=tuple(response),
         sampler_logprobs=tuple(-token / 100 for token in response),
-        versions=(0,) * len(response),
-        finish_reason="stop",
-        text="",
     )
     return Experience(sample=sample, reward=0.0, advantage=advantage)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from made_samples import made_sample
 from transformers import Gemma2Config, Qwen3Config, Qwen3NextConfig
 
 from lightrl.config import GRPOConfig, PPOConfig, SFTConfig
@@ -16,7 +17,7 @@ from lightrl.plan.models import policy_of
 from lightrl.plan.peaks import Machine, Models, Plan, plan_run
 from lightrl.plan.plan_program import PlanConfig, machine_of
 from lightrl.plan.shared_prompts import sharing_of, with_shared_prompts
-from lightrl.records import Experience, Prompt, Sample
+from lightrl.records import Experience, Prompt
 from lightrl.sharing.tree import num_computed
 from lightrl.sharing.updates import families
 
@@ -97,15 +98,11 @@ def test_the_largest_micro_batch_is_that_of_the_packer(prompt: int, limit: int) 
 
 
 def _sample(position: int, index: int, prompt: int) -> Experience:
-    made = Sample(
+    made = made_sample(
         prompt=Prompt(index=position, text="", token_ids=tuple(range(position, position + prompt))),
         position=position,
         sample_index=index,
         response_ids=(1000 + index,) * 64,
-        sampler_logprobs=(0.0,) * 64,
-        versions=(0,) * 64,
-        finish_reason="stop",
-        text="",
     )
     return Experience(sample=made, reward=0.0, advantage=0.0)
 

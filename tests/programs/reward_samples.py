@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+from made_samples import made_sample
 
 from lightrl.records import FinishReason, Prompt, Sample
 from lightrl.rewards import NoVerdictError, isolated_reward
@@ -26,13 +27,11 @@ def answered(
     finish_reason: FinishReason = "stop",
     fields: dict[str, Any] | None = None,
 ) -> Sample:
-    return Sample(
+    return made_sample(
         prompt=Prompt(index=10 + position, text=prompt_text, token_ids=(1,), answer=answer, fields=fields or {}),
         position=position,
         sample_index=sample_index,
         response_ids=(7,) * num_tokens,
-        sampler_logprobs=(0.0,) * num_tokens,
-        versions=(0,) * num_tokens,
         finish_reason=finish_reason,
         text=text,
     )

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lightrl.records import Prompt, Sample, ScoredGroup, Status
+from made_samples import made_sample
+
+from lightrl.records import Prompt, ScoredGroup, Status
 from lightrl.rollout.sample_messages import to_bytes
 from lightrl.rollout.saved_groups import group_state
 
@@ -34,15 +36,12 @@ class StoreLink:
     ) -> None:
         """Finishes a group of one-token samples, whose failed episodes report `failure`."""
         samples = tuple(
-            Sample(
+            made_sample(
                 prompt=PROMPT,
-                position=0,
                 sample_index=index,
                 response_ids=(7,),
                 sampler_logprobs=(-0.1,),
                 versions=(version,),
-                finish_reason="stop",
-                text="",
                 ticket=number,
                 start_version=version,
                 status=status,

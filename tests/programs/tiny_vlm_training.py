@@ -1,10 +1,11 @@
 """Makes samples with and without images, and scores them by transformers' own forward, one sequence at a time."""
 
 import torch
+from made_samples import made_sample
 from tiny_vlm import IMAGE, VIDEO, checkered, frames, tiny_media
 
 from lightrl.models.multimodal import sequence_positions
-from lightrl.records import Experience, Prompt, Sample
+from lightrl.records import Experience, Prompt
 
 TEMPERATURE = 0.8
 TEXTS = {  # prompt, images, videos
@@ -47,15 +48,12 @@ def experiences(encoder, keys=tuple(RESPONSES)):
     for index, sample_index in keys:
         response = encoder.tokenize(RESPONSES[index, sample_index])
         prompt = Prompt(index=index, text="", token_ids=encoder.tokenize(TEXTS[index][0]))
-        sample = Sample(
+        sample = made_sample(
             prompt=prompt,
             position=index,
             sample_index=sample_index,
             response_ids=response,
             sampler_logprobs=(-4.0,) * len(response),
-            versions=(0,) * len(response),
-            finish_reason="stop",
-            text="",
             prompt_ids=encoder(prompt).token_ids,
         )
         found.append(Experience(sample=sample, reward=0.0, advantage=1.0 - 0.7 * index + sample_index))

@@ -1,5 +1,7 @@
 """What each reward gave, as it is written onto samples."""
 
+from made_samples import made_sample
+
 from lightrl.records import Prompt, Sample, ScoredGroup
 from lightrl.rewards.applicability import fail_unjudged
 from lightrl.rewards.components import ComponentKeeper
@@ -9,19 +11,7 @@ from lightrl.rewards.scoring import FailureBudget
 
 def test_a_failed_reward_counts_as_the_value_that_is_set() -> None:
     prompt = Prompt(index=0, text="", token_ids=(1,), answer="")
-    samples = [
-        Sample(
-            prompt=prompt,
-            position=0,
-            sample_index=index,
-            response_ids=(1,),
-            sampler_logprobs=(0.0,),
-            versions=(0,),
-            finish_reason="stop",
-            text="",
-        )
-        for index in range(4)
-    ]
+    samples = [made_sample(prompt=prompt, sample_index=index, response_ids=(1,)) for index in range(4)]
 
     def fails_for_one(sample: Sample) -> float | None:
         if sample.sample_index == 1:

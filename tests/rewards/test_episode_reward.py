@@ -1,21 +1,11 @@
 import dataclasses
 
 import pytest
+from made_samples import made_sample
 
-from lightrl.records import Prompt, Sample
 from lightrl.rewards.episode_reward import episode_reward
 
-SAMPLE = Sample(
-    prompt=Prompt(index=0, text="", token_ids=(1,)),
-    position=0,
-    sample_index=0,
-    response_ids=(),
-    sampler_logprobs=(),
-    versions=(),
-    finish_reason="stop",
-    text="",
-    reward=0.25,
-)
+SAMPLE = made_sample(reward=0.25)
 
 
 def test_the_reward_is_that_of_the_episode() -> None:

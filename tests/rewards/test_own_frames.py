@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from made_samples import made_sample
 
 from lightrl.records import Prompt, Sample
 from lightrl.rewards import load_reward, own_frames, score
@@ -12,10 +13,7 @@ from lightrl.rewards.scoring import RewardError
 
 def judged(answer: str | None) -> Sample:
     prompt = Prompt(index=3, text="1+1=", token_ids=(1,), answer=answer)
-    return Sample(
-        prompt=prompt, position=0, sample_index=2, response_ids=(), sampler_logprobs=(), versions=(),
-        finish_reason="stop", text="2",
-    )  # fmt: skip
+    return made_sample(prompt=prompt, sample_index=2, text="2")
 
 
 @pytest.mark.parametrize(("body", "in_frames"), [("return helper(sample)", True), ("return None", False)])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from made_samples import made_sample
 
 from lightrl.data.prompts import load_records
 from lightrl.records import Prompt, Sample
@@ -28,16 +29,7 @@ NOT_ALONE = {"composite"}
 def sample(record: dict[str, Any], text: str) -> Sample:
     fields = {name: value for name, value in record.items() if name not in ("prompt", "answer")}
     prompt = Prompt(index=0, text=record["prompt"], token_ids=(1,), answer=record["answer"], fields=fields)
-    return Sample(
-        prompt=prompt,
-        position=0,
-        sample_index=0,
-        response_ids=(),
-        sampler_logprobs=(),
-        versions=(),
-        finish_reason="stop",
-        text=text,
-    )
+    return made_sample(prompt=prompt, text=text)
 
 
 def test_every_task_makes_problems_and_scores_answers() -> None:

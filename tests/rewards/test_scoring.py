@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from made_samples import made_sample
 from reward_samples import answered, doing_as_told, even, even_elsewhere, run
 
 from lightrl.records import Prompt, Sample
@@ -19,16 +20,7 @@ from lightrl.rewards.scoring import FailureBudget, ScoringLimits, kind_of
 
 
 def sample(index: int, text: str) -> Sample:
-    return Sample(
-        prompt=Prompt(index=index, text="", token_ids=(1,), answer="42"),
-        position=0,
-        sample_index=2,
-        response_ids=(),
-        sampler_logprobs=(),
-        versions=(),
-        finish_reason="stop",
-        text=text,
-    )
+    return made_sample(prompt=Prompt(index=index, text="", token_ids=(1,), answer="42"), sample_index=2, text=text)
 
 
 def test_each_sample_gets_its_number_in_order() -> None:

@@ -4,22 +4,14 @@ from typing import Any
 
 import pytest
 from linear_time import require_linear
+from made_samples import made_sample
 
 from lightrl.records import Prompt, Sample
 from lightrl.rewards.text_match import contains, exact_match, expected_answer, last_number
 
 
 def answered(text: str, answer: Any) -> Sample:
-    return Sample(
-        prompt=Prompt(index=0, text="", token_ids=(1,), answer=answer),
-        position=0,
-        sample_index=0,
-        response_ids=(),
-        sampler_logprobs=(),
-        versions=(),
-        finish_reason="stop",
-        text=text,
-    )
+    return made_sample(prompt=Prompt(index=0, text="", token_ids=(1,), answer=answer), text=text)
 
 
 @pytest.mark.parametrize(

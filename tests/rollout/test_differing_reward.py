@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from made_samples import made_sample
 
 from lightrl.config import DynamicSamplingConfig, GRPOConfig, PPOConfig
 from lightrl.records import Prompt, Sample, ScoredGroup
@@ -19,14 +20,12 @@ PROMPTS = [Prompt(index=index, text="", token_ids=(1,)) for index in range(4)]
 
 def group(prompt: int, rewards: tuple[float, float]) -> ScoredGroup:
     samples = tuple(
-        Sample(
+        made_sample(
             prompt=PROMPTS[prompt],
             position=prompt,
             sample_index=index,
             response_ids=(7,),
             sampler_logprobs=(-0.1,),
-            versions=(0,),
-            finish_reason="stop",
             text="x",
         )
         for index in range(2)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from made_samples import made_sample
 
 from lightrl.comm import Comm
 from lightrl.config import DynamicSamplingConfig
@@ -28,14 +29,13 @@ REWARDS = {"hard": (0.0, 0.0), "easy": (1.0, 1.0), "good": (0.0, 1.0)}
 def group(kind: str, position: int, step: int) -> ScoredGroup:
     """Two samples of prompt 10 step + position."""
     samples = tuple(
-        Sample(
+        made_sample(
             prompt=PROMPTS[(10 * step + position) % 20],
             position=position,
             sample_index=place,
             response_ids=(5, 6 + place),
             sampler_logprobs=(-0.1, -1 / 3),
             versions=(step, step),
-            finish_reason="stop",
             text="x",
             prompt_ids=(1, 7, position),
             own=(True, False),

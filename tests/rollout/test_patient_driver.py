@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
+from made_samples import made_sample
 
 from lightrl.builtin.model import tiny_model
 from lightrl.config import WorkflowConfig
@@ -57,16 +58,7 @@ def place(group: Sequence[Sample]) -> list[float]:
 
 
 def sample_of(index: int) -> Sample:
-    return Sample(
-        prompt=Prompt(index=0, text="1=", token_ids=(3, 13)),
-        position=0,
-        sample_index=index,
-        response_ids=(1,),
-        sampler_logprobs=(0.0,),
-        versions=(0,),
-        finish_reason="stop",
-        text="",
-    )
+    return made_sample(prompt=Prompt(index=0, text="1=", token_ids=(3, 13)), sample_index=index, response_ids=(1,))
 
 
 def begin_both(made: PhasedDriver) -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from made_samples import made_sample
 from saved_state import through_a_file
 from torch.distributed import HashStore
 
@@ -20,7 +21,7 @@ from lightrl.data.sampler import PromptSampler
 from lightrl.engines.base import Completion, EngineGroup, InferenceEngine, SamplingParams
 from lightrl.engines.colocated import ColocatedEngine
 from lightrl.engines.link import Link
-from lightrl.records import Prompt, Sample, Status
+from lightrl.records import Prompt, Status
 from lightrl.rewards.episode_reward import episode_reward
 from lightrl.rewards.reward_set import RewardSet
 from lightrl.roles import Role
@@ -123,15 +124,13 @@ def production(link, config, engine, workflow):
 
 
 def sample_of(position, prompt, completion):
-    return Sample(
+    return made_sample(
         prompt=prompt,
         position=position,
         sample_index=completion.sample_index,
         response_ids=completion.output_token_ids,
         sampler_logprobs=completion.logprobs,
         versions=completion.versions,
-        finish_reason="stop",
-        text="",
     )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from made_samples import made_sample
 
 from lightrl.records import Prompt, Sample, ScoredGroup, Status
 from lightrl.rollout.record import num_steps, read_groups, step_folder, write_groups
@@ -14,14 +15,13 @@ PROMPTS = [Prompt(index=index, text="", token_ids=(1, index)) for index in range
 
 
 def sample(position: int, index: int, **changes: object) -> Sample:
-    made = Sample(
+    made = made_sample(
         prompt=PROMPTS[position],
         position=position,
         sample_index=index,
         response_ids=(5, 6),
         sampler_logprobs=(-1 / 3, -0.1),
         versions=(2, 3),
-        finish_reason="stop",
         text="5\u20286",
     )
     return dataclasses.replace(made, **changes)  # type: ignore[arg-type]

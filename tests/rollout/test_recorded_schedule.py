@@ -1,26 +1,16 @@
 from dataclasses import replace
 
 import pytest
+from made_samples import made_sample
 
-from lightrl.records import Prompt, Sample, ScoredGroup, Status
+from lightrl.records import ScoredGroup, Status
 from lightrl.rollout.production import segments
 from lightrl.rollout.recorded_schedule import SCHEDULE, RecordedSample, ScheduleLog, digest_of, read_schedule
 
 
 def group(ticket, *responses):
     samples = tuple(
-        Sample(
-            prompt=Prompt(index=0, text="", token_ids=(1,)),
-            position=0,
-            sample_index=index,
-            response_ids=ids,
-            sampler_logprobs=(0.0,) * len(ids),
-            versions=versions,
-            finish_reason="stop",
-            text="",
-            ticket=ticket,
-            start_version=3,
-        )
+        made_sample(sample_index=index, response_ids=ids, versions=versions, ticket=ticket, start_version=3)
         for index, (ids, versions) in enumerate(responses)
     )
     return ScoredGroup(samples=samples, rewards=(0.0,) * len(samples), step=0)

@@ -4,9 +4,10 @@ import random
 from dataclasses import replace
 
 import pytest
+from made_samples import made_sample
 
 from lightrl.comm import Comm
-from lightrl.records import Prompt, Sample, ScoredGroup, Status
+from lightrl.records import Prompt, ScoredGroup, Status
 from lightrl.rollout.replay import ReplayBuffer
 
 PROMPTS = [Prompt(index=index, text="", token_ids=(1, index)) for index in range(200)]
@@ -15,15 +16,12 @@ PROMPTS = [Prompt(index=index, text="", token_ids=(1, index)) for index in range
 def group(ticket: int, *, start: int = 0, oldest: int | None = None) -> ScoredGroup:
     first = start if oldest is None else oldest
     samples = tuple(
-        Sample(
+        made_sample(
             prompt=PROMPTS[ticket],
-            position=0,
             sample_index=index,
             response_ids=(5, 6),
             sampler_logprobs=(-0.5, -0.25),
             versions=(first, first + 1),
-            finish_reason="stop",
-            text="",
             ticket=ticket,
             start_version=start,
         )

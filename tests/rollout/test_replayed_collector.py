@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from made_samples import made_sample
 
 from lightrl.builtin.model import tiny_model
 from lightrl.comm import Comm
@@ -12,7 +13,7 @@ from lightrl.config import GRPOConfig, StrategyOptions
 from lightrl.engines.base import EngineGroup, SamplingParams
 from lightrl.engines.colocated import ColocatedEngine
 from lightrl.engines.native.engine import build_native_engine
-from lightrl.records import Prompt, Sample, ScoredGroup
+from lightrl.records import Prompt, ScoredGroup
 from lightrl.rollout.production import segments
 from lightrl.rollout.recorded_schedule import ScheduleLog, read_schedule
 from lightrl.rollout.replayed_collector import ReplayedCollector
@@ -38,7 +39,7 @@ def engine():
 
 
 def sample_of(position, prompt, completion):
-    return Sample(
+    return made_sample(
         prompt=prompt,
         position=position,
         sample_index=completion.sample_index,
@@ -46,7 +47,6 @@ def sample_of(position, prompt, completion):
         sampler_logprobs=completion.logprobs,
         versions=completion.versions,
         finish_reason=completion.finish_reason,
-        text="",
         ticket=0,
         start_version=0,
     )

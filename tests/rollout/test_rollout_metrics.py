@@ -5,8 +5,9 @@ import math
 from typing import Any
 
 import pytest
+from made_samples import made_sample
 
-from lightrl.records import Prompt, Sample, ScoredGroup
+from lightrl.records import Prompt, ScoredGroup
 from lightrl.rewards import NO_REWARD
 from lightrl.rollout.metrics import evaluate, pass_at_k
 
@@ -33,15 +34,11 @@ def test_what_cannot_be_drawn_is_refused(n: int, c: int, k: int) -> None:
 def group(index: int, rewards: list[float], **fields: Any) -> ScoredGroup:
     prompt = Prompt(index=index, text="", token_ids=(1,), fields=fields)
     samples = [
-        Sample(
+        made_sample(
             prompt=prompt,
             position=index,
             sample_index=number,
             response_ids=(5,),
-            sampler_logprobs=(0.0,),
-            versions=(0,),
-            finish_reason="stop",
-            text="",
             turns=(0, 1)[: 1 + index],
             numbers={"tool_errors": 1.0},
         )

@@ -1,6 +1,7 @@
 """A scored group goes through a checkpoint's file and comes back equal."""
 
 import numpy as np
+from made_samples import made_sample
 from saved_state import through_a_file
 
 from lightrl.records import Prompt, Sample, ScoredGroup, Status
@@ -10,7 +11,7 @@ PROMPTS = [Prompt(index=index, text=f"{index}=", token_ids=(1, index)) for index
 
 
 def sample(index: int, *branches: Sample) -> Sample:
-    return Sample(
+    return made_sample(
         prompt=PROMPTS[3],
         position=2,
         sample_index=index,

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from made_samples import made_sample
 
 from lightrl.records import Prompt, Sample
 from lightrl.rewards.reward_set import RewardSet, WeightedReward
@@ -21,16 +22,7 @@ PROMPT = Prompt(index=0, text="1=", token_ids=(3, 13))
 
 def sample(index: int, text: str) -> Sample:
     ids = tuple(range(len(text)))
-    return Sample(
-        prompt=PROMPT,
-        position=4,
-        sample_index=index,
-        response_ids=ids,
-        sampler_logprobs=(0.0,) * len(ids),
-        versions=(0,) * len(ids),
-        finish_reason="stop",
-        text=text,
-    )
+    return made_sample(prompt=PROMPT, position=4, sample_index=index, response_ids=ids, text=text)
 
 
 def length(one: Sample) -> float:

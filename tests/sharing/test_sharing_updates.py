@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import pytest
+from made_samples import made_sample
 
-from lightrl.records import Experience, Prompt, Sample
+from lightrl.records import Experience, Prompt
 from lightrl.sharing.updates import by_samples, families, family_of
 
 
 def sample(position: int, index: int, prompt: int, response: int) -> Experience:
     """Returns a sample whose prompt is that of its position and whose response is its own."""
-    made = Sample(
+    made = made_sample(
         prompt=Prompt(index=position, text="", token_ids=(position,) * prompt),
         position=position,
         sample_index=index,
         response_ids=(100 + index,) * response,
-        sampler_logprobs=(0.0,) * response,
-        versions=(0,) * response,
-        finish_reason="stop",
-        text="",
     )
     return Experience(sample=made, reward=0.0, advantage=0.0)
 

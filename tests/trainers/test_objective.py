@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from made_samples import made_sample
 from torch.testing import assert_close
 
 from lightrl.algorithms.losses import PolicyTokens, TokenLoss
@@ -106,17 +107,7 @@ def test_a_teacher_by_hand(kind: str) -> None:
 def test_a_response_is_as_long_as_what_the_policy_wrote() -> None:
     """OPO's baseline is the mean of the rewards by length: (1 x 1 + 0 x 3) / 4 = 0.25."""
     samples = [
-        Sample(
-            prompt=Prompt(index=0, text="", token_ids=(1,)),
-            position=0,
-            sample_index=index,
-            response_ids=(5,) * 5,
-            sampler_logprobs=(0.0,) * 5,
-            versions=(0,) * 5,
-            finish_reason="stop",
-            text="",
-            own=own,
-        )
+        made_sample(sample_index=index, response_ids=(5,) * 5, own=own)
         for index, own in enumerate([(True,) + (False,) * 4, (True,) * 3 + (False,) * 2])
     ]
     made = PolicyObjective(AlgorithmConfig(advantage="opo")).advantages(scored(samples, [1.0, 0.0]), Comm())
@@ -223,15 +214,8 @@ def test_a_batch_that_trains_nothing_gives_a_gradient_of_zero(kind: str) -> None
 def samples_of(lengths: list[int]) -> list[Sample]:
     """Two samples of each prompt."""
     return [
-        Sample(
-            prompt=Prompt(index=0, text="", token_ids=(1,)),
-            position=place // 2,
-            sample_index=place % 2,
-            response_ids=(5,) * length,
-            sampler_logprobs=(-1.0,) * length,
-            versions=(0,) * length,
-            finish_reason="stop",
-            text="",
+        made_sample(
+            position=place // 2, sample_index=place % 2, response_ids=(5,) * length, sampler_logprobs=(-1.0,) * length
         )
         for place, length in enumerate(lengths)
     ]
@@ -430,8 +414,7 @@ def test_every_choice_changes_the_gradient() -> None:
 def test_samples_without_a_reward_are_left_out_of_their_group() -> None:
     prompt = Prompt(index=0, text="", token_ids=(1,))
     samples = [
-        Sample(prompt=prompt, position=place // 3, sample_index=place % 3, response_ids=(5,), sampler_logprobs=(0.0,),
-               versions=(0,), finish_reason="stop", text="")
+        made_sample(prompt=prompt, position=place // 3, sample_index=place % 3, response_ids=(5,))
         for place in range(6)
     ]  # fmt: skip
     rewards = [1.0, NO_REWARD, 0.0, NO_REWARD, NO_REWARD, 1.0]

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from made_samples import made_sample
 
 from lightrl.algorithms.advantages import ScoredSamples
 from lightrl.algorithms.registry import AdvantageTraits, advantage, parameters_of, traits_of
 from lightrl.comm import Comm
 from lightrl.config import AlgorithmConfig
-from lightrl.records import Experience, Prompt, Sample
+from lightrl.records import Experience
 from lightrl.trainers.objective import PolicyObjective
 
 RETURNED: list[Any] = []  # by the next call with three samples
@@ -30,16 +31,7 @@ def objective() -> PolicyObjective:
 
 def advantages_of(returned: Any) -> list[float]:
     RETURNED[:] = [returned]
-    sample = Sample(
-        prompt=Prompt(index=0, text="", token_ids=(1,)),
-        position=0,
-        sample_index=0,
-        response_ids=(5,),
-        sampler_logprobs=(-1.0,),
-        versions=(0,),
-        finish_reason="stop",
-        text="",
-    )
+    sample = made_sample(response_ids=(5,), sampler_logprobs=(-1.0,))
     scored = [Experience(sample=sample, reward=float(index), advantage=0.0) for index in range(3)]
     return [item.advantage for item in objective().advantages(scored, Comm())]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from made_samples import made_sample
 from torch import Tensor
 
 from lightrl.algorithms.advantages import ScoredSamples
@@ -24,7 +25,7 @@ from lightrl.comm import Comm
 from lightrl.config import AlgorithmConfig, PPOAlgorithmConfig
 from lightrl.data.packing import dummy_batch
 from lightrl.metrics import Statistics
-from lightrl.records import Experience, PackedBatch, Prompt, Sample, TokenScores
+from lightrl.records import Experience, PackedBatch, Sample, TokenScores
 from lightrl.trainers.objective import PolicyLoss, PolicyObjective
 from lightrl.trainers.token_advantages import TokenAdvantages
 from lightrl.trainers.token_selection import TokenSelector
@@ -131,15 +132,11 @@ class Counting(Comm):
 def samples_of(count: int) -> list[Sample]:
     """Two samples of each prompt, of 1, 3, 2, 2, ... tokens."""
     return [
-        Sample(
-            prompt=Prompt(index=0, text="", token_ids=(1,)),
+        made_sample(
             position=index // 2,
             sample_index=index % 2,
             response_ids=(5,) * (1, 3, 2, 2)[index % 4],
             sampler_logprobs=(-1.0,) * (1, 3, 2, 2)[index % 4],
-            versions=(0,) * (1, 3, 2, 2)[index % 4],
-            finish_reason="stop",
-            text="",
         )
         for index in range(count)
     ]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from made_samples import made_sample
 
 from lightrl.comm import Comm
 from lightrl.config import AlgorithmConfig, CheckpointConfig, GRPOConfig, PPOConfig
@@ -110,15 +111,12 @@ def test_prompts_that_are_too_long_may_be_left_out(toy_options: dict[str, Any], 
 
 def sample(position: int, num_tokens: int, *, num_prompt: int = 2, is_cut: bool = False, own: int = 0) -> Sample:
     """A response of num_tokens; the policy chose the first `own` of them, or all."""
-    return Sample(
+    return made_sample(
         prompt=Prompt(index=position, text="", token_ids=(1,) * num_prompt, answer=None),
         position=position,
-        sample_index=0,
         response_ids=(5,) * num_tokens,
         sampler_logprobs=(-1.0,) * num_tokens,
-        versions=(0,) * num_tokens,
         finish_reason="length" if is_cut else "stop",
-        text="",
         own=tuple(index < own for index in range(num_tokens)) if own else (),
     )
 

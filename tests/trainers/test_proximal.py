@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from made_samples import made_sample
 from torch import Tensor
 from torch.testing import assert_close
 
 from lightrl.config import AlgorithmConfig, GRPOConfig, WorkflowConfig
 from lightrl.metrics import Statistics
-from lightrl.records import Experience, PackedBatch, Prompt, Sample, TokenScores
+from lightrl.records import Experience, PackedBatch, TokenScores
 from lightrl.trainers.objective import PolicyLoss
 from lightrl.trainers.policy_step import Batch
 from lightrl.trainers.proximal import with_other_policy
@@ -42,16 +43,7 @@ def loss_and_slope(config: AlgorithmConfig, logprobs: Tensor, batch: PackedBatch
 
 
 def older(versions: tuple[int, ...]) -> Batch:
-    sample = Sample(
-        prompt=Prompt(index=0, text="", token_ids=(1,)),
-        position=0,
-        sample_index=0,
-        response_ids=(5,) * len(versions),
-        sampler_logprobs=(-1.0,) * len(versions),
-        versions=versions,
-        finish_reason="stop",
-        text="",
-    )
+    sample = made_sample(response_ids=(5,) * len(versions), sampler_logprobs=(-1.0,) * len(versions), versions=versions)
     batch = Batch([[Experience(sample=sample, reward=0.0, advantage=1.0)]], {}, {})
     return batch.with_columns(old_logprobs={(0, 0): [-2.0] * len(versions)})
 

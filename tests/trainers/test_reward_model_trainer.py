@@ -10,13 +10,14 @@ from typing import Any
 import plain_offline
 import pytest
 import torch
+from made_samples import made_sample
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lightrl.config import CheckpointConfig, ExampleEvalConfig, MarginPairDataConfig, OptimConfig, RMConfig
 from lightrl.models.reward_model import load_reward_model
-from lightrl.records import Prompt, Sample
+from lightrl.records import Prompt
 from lightrl.rewards.model_reward import ModelReward
 from lightrl.trainers.reward_model import RMTrainer
 
@@ -84,15 +85,8 @@ def test_the_tokens_of_the_training_are_those_of_the_reward(toy: Path, offline_f
     trainer.close()
     reward = ModelReward(path=str(tmp_path / "rm"))
     question, right, _ = plain_offline.PAIRS[0]
-    sample = Sample(
-        prompt=Prompt(index=0, text="", token_ids=(1,), messages=({"role": "user", "content": question},)),
-        position=0,
-        sample_index=0,
-        response_ids=(),
-        sampler_logprobs=(),
-        versions=(),
-        finish_reason="stop",
-        text=right,
+    sample = made_sample(
+        prompt=Prompt(index=0, text="", token_ids=(1,), messages=({"role": "user", "content": question},)), text=right
     )
     chosen = trainer.examples.train[0].answers[0]
     assert reward._token_ids(sample) == [*chosen.prompt_ids, *chosen.response_ids]

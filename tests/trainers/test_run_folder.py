@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from made_samples import made_sample
 
 from lightrl.checkpoint import CheckpointDirectory
 from lightrl.config import DeepSpeedConfig, GRPOConfig
-from lightrl.records import Experience, Prompt, Sample
+from lightrl.records import Experience, Prompt
 from lightrl.trainers.earlier_run import find_checkpoint, last_step, refusal
 from lightrl.trainers.run_folder import RunFolder, new_run_path
 
@@ -164,14 +165,13 @@ def test_a_log_that_was_copied_before_the_checkpoint_is_told(tmp_path: Path, cap
 def test_rows_are_plain_json(tmp_path: Path) -> None:
     folder = used(tmp_path)
     folder.append_metrics(1, {"loss": math.nan, "tokens": 5e6, "lr": 1e-4})
-    sample = Sample(
+    sample = made_sample(
         prompt=Prompt(index=0, text="1+1=", token_ids=(1,), answer=Decimal("2.50")),
         position=3,
         sample_index=1,
         response_ids=(4,),
         sampler_logprobs=(-0.5,),
         versions=(7,),
-        finish_reason="stop",
         text="2",
     )
     folder.append_samples(1, [Experience(sample=sample, reward=1.0, advantage=0.5)])

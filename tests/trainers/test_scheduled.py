@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from made_samples import made_sample
 
 from lightrl.comm import Comm
 from lightrl.config import DynamicSamplingConfig, EvalConfig, GRPOConfig, PPOConfig, RolloutLogConfig, WorkflowConfig
@@ -130,16 +131,8 @@ def carried_mismatch(rows: list[dict[str, Any]]) -> list[float]:
 
 
 def experience(versions: tuple[int, ...], own: tuple[bool, ...] = ()) -> Experience:
-    sample = Sample(
-        prompt=Prompt(index=0, text="", token_ids=(1,)),
-        position=0,
-        sample_index=0,
-        response_ids=(5,) * len(versions),
-        sampler_logprobs=(-1.0,) * len(versions),
-        versions=versions,
-        finish_reason="stop",
-        text="",
-        own=own,
+    sample = made_sample(
+        response_ids=(5,) * len(versions), sampler_logprobs=(-1.0,) * len(versions), versions=versions, own=own
     )
     return Experience(sample=sample, reward=1.0, advantage=0.5)
 

@@ -4,25 +4,23 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from made_samples import made_sample
 
 from lightrl.comm import Comm
 from lightrl.metrics import Statistics
-from lightrl.records import Experience, Prompt, Sample
+from lightrl.records import Experience, Prompt
 from lightrl.trainers.staleness import describe_staleness, older_samples
 
 PROMPT = Prompt(index=0, text="", token_ids=(1,))
 
 
 def made(index: int, versions: tuple[int, ...], own: tuple[bool, ...] = ()) -> Experience:
-    sample = Sample(
+    sample = made_sample(
         prompt=PROMPT,
-        position=0,
         sample_index=index,
         response_ids=(5,) * len(versions),
         sampler_logprobs=(-1.0,) * len(versions),
         versions=versions,
-        finish_reason="stop",
-        text="",
         own=own,
     )
     return Experience(sample=sample, reward=0.0, advantage=0.0)

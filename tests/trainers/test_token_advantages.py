@@ -8,11 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from made_samples import made_sample
 
 from lightrl.comm import Comm
 from lightrl.config import PPOAlgorithmConfig
 from lightrl.metrics import Statistics
-from lightrl.records import Experience, Prompt, Sample
+from lightrl.records import Experience, Sample
 from lightrl.trainers.token_advantages import TokenAdvantages, TokenTargets
 
 # Two samples: rewards 1 and 0.5, three tokens that ended and two that were cut off.
@@ -21,15 +22,8 @@ KL = {(0, 0): [0.1, 0.0, 0.2], (0, 1): [0.3, -0.1]}
 
 
 def sample(place: int, length: int, finish_reason: Any) -> Sample:
-    return Sample(
-        prompt=Prompt(index=0, text="", token_ids=(1,)),
-        position=0,
-        sample_index=place,
-        response_ids=(5,) * length,
-        sampler_logprobs=(-1.0,) * length,
-        versions=(0,) * length,
-        finish_reason=finish_reason,
-        text="",
+    return made_sample(
+        sample_index=place, response_ids=(5,) * length, sampler_logprobs=(-1.0,) * length, finish_reason=finish_reason
     )
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from made_samples import made_sample
 
 from lightrl.comm import Comm
 from lightrl.models.policy import response_batch
@@ -17,14 +18,12 @@ from lightrl.trainers.token_log import TokenLog, token_log
 
 def make_sample() -> Sample:
     prompt = Prompt(index=0, text="p", token_ids=(1,))
-    return Sample(
+    return made_sample(
         prompt=prompt,
         position=1,
-        sample_index=0,
         response_ids=(5, 6),
         sampler_logprobs=(-1.0, -2.0),
         versions=(3, 4),
-        finish_reason="stop",
         text="ab",
         own=(True, False),
     )

@@ -4,12 +4,13 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
+from made_samples import made_sample
 
 from lightrl.comm import Comm
 from lightrl.config import AlgorithmConfig
 from lightrl.data.packing import TokenMasks
 from lightrl.metrics import Statistics
-from lightrl.records import Experience, Prompt, Sample
+from lightrl.records import Experience
 from lightrl.trainers.token_selection import TokenSelector
 
 LOGPROBS = {(0, 0): [-1.0, -2.0], (0, 1): [-3.0], (1, 0): [-0.5, -1.5, -4.0]}
@@ -20,15 +21,8 @@ ADVANTAGES = {(0, 0): 1.0, (0, 1): -2.0, (1, 0): 0.0}
 def experience(is_trained: bool = True, version: int = 0) -> list[Experience]:
     return [
         Experience(
-            sample=Sample(
-                prompt=Prompt(index=0, text="", token_ids=(1,)),
-                position=key[0],
-                sample_index=key[1],
-                response_ids=(5,) * len(values),
-                sampler_logprobs=(0.0,) * len(values),
-                versions=(version,) * len(values),
-                finish_reason="stop",
-                text="",
+            sample=made_sample(
+                position=key[0], sample_index=key[1], response_ids=(5,) * len(values), versions=(version,) * len(values)
             ),
             reward=0.0,
             advantage=ADVANTAGES[key],

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from made_samples import made_sample
 from tiny_vlm import FAMILIES, IMAGE, checkered, save_tiny_vlm, tiny_media, tiny_model
 from tiny_vlm_training import TEXTS, Encoder, own_logprobs, shown
 from torch.testing import assert_close
@@ -11,7 +12,7 @@ from lightrl.engines.base import EngineGroup, EnginePrompt, SamplingParams
 from lightrl.engines.colocated import ColocatedEngine
 from lightrl.engines.native.engine import NativeEngine, build_native_engine
 from lightrl.models.policy import load_policy
-from lightrl.records import Experience, Prompt, Sample
+from lightrl.records import Experience, Prompt
 
 CPU = torch.device("cpu")
 
@@ -29,15 +30,11 @@ def engine_prompt(encoder, index):
 
 
 def expected_logprobs(model, encoder, index, item, temperature):
-    sample = Sample(
+    sample = made_sample(
         prompt=Prompt(index=index, text="", token_ids=engine_prompt(encoder, index).token_ids),
-        position=0,
-        sample_index=0,
         response_ids=item.output_token_ids,
         sampler_logprobs=item.logprobs,
         versions=item.versions,
-        finish_reason="stop",
-        text="",
         prompt_ids=item.prompt_token_ids,
     )
     with torch.no_grad():
