@@ -7,8 +7,9 @@ from typing import Any
 
 from lightrl.engines.link import Link
 from lightrl.metrics import Statistics
-from lightrl.records import ScoredGroup, Status
+from lightrl.records import Sample, ScoredGroup, Status
 from lightrl.rollout.bounded_collector import BoundedCollector
+from lightrl.rollout.collector import Prompts
 from lightrl.rollout.sample_messages import from_bytes
 from lightrl.rollout.saved_groups import group_from_state
 from lightrl.rollout.scheduled_collector import Filter
@@ -78,6 +79,28 @@ class FilteringCollector(BoundedCollector):
         self._num_rejected += len(numbers)
         if may_replace:
             self._link.post({"do": "drop", "numbers": [*numbers]})
+
+
+class NamingCollector(FilteringCollector):
+    """Chooses the prompts of the replacements too, in a run with a curriculum.
+
+    A step rejects groups on trainer rank 0 alone. That rank names the prompts at once, and the other ranks make the
+    same choices before the step ends: until then no result comes in that would change the weights.
+    """
+
+    def sample(self, prompts: Prompts, *, step: int, **settings: Any) -> list[Sample]:
+        """Returns this rank's samples of the step; then all ranks have chosen the same prompts."""
+        samples = super().sample(prompts, step=step, **settings)
+        self._choose_prompts(self._comm.broadcast_object(self._num_named))
+        return samples
+
+    def _reject(self, numbers: Sequence[int], *, may_replace: bool) -> None:
+        super()._reject(numbers, may_replace=may_replace)
+        if not may_replace:
+            return
+        assert self._link is not None, "rank 0 alone chooses"
+        self._num_dropped += len(numbers)
+        self._link.post({"do": "name", "prompts": self._choose_prompts(self._num_named + len(numbers))})
 
 
 def _has_completed(group: ScoredGroup) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lightrl.comm import Comm
@@ -14,6 +15,8 @@ from lightrl.records import Prompt, Sample, ScoredGroup
 from lightrl.rollout.collector import Prompts
 from lightrl.rollout.sample_messages import from_bytes
 from lightrl.rollout.saved_groups import group_from_state
+
+_GREEDY = -1  # index of a greedy response in its group, beside those of the samples
 
 
 class RemoteCollector:
@@ -99,3 +102,18 @@ class RemoteCollector:
                 self._link.post({"do": "evaluate", "settings": settings})
                 metrics = json.loads(self._link.answers()[0])
         return self._comm.broadcast_object(metrics)
+
+
+class GreedyRemoteCollector(RemoteCollector):
+    """Has the rollout ranks respond greedily too, for estimators that compare with such responses (ReMax)."""
+
+    def sample_greedily(self, prompts: Prompts) -> list[Sample]:
+        """Returns the greedy response to each of this rank's prompts, which is already scored."""
+        groups = self._dealt_out(prompts, self._take_greedy)
+        made = [(replace(group.samples[0], sample_index=_GREEDY), group.rewards[0]) for group in groups]
+        self._rewards |= {sample.key: reward for sample, reward in made}
+        return [sample for sample, _ in made]
+
+    def _take_greedy(self, link: Link, first: int, count: int) -> Sequence[ScoredGroup]:
+        """Has the rollout ranks answer the prompts that were sampled last."""
+        return self._answered(link, {"do": "greedy", "first": first, "prompts": self._drawn(count)})

@@ -19,11 +19,9 @@ from lightrl.rewards.reward_set import RewardSet
 from lightrl.roles import Role, split
 from lightrl.rollout.bounded_collector import BoundedCollector, Tickets
 from lightrl.rollout.bounded_drop import DroppingCollector
-from lightrl.rollout.bounded_filter import filtering
-from lightrl.rollout.bounded_naming import NamingCollector
+from lightrl.rollout.bounded_filter import NamingCollector, filtering
 from lightrl.rollout.recorded_schedule import ScheduleLog
-from lightrl.rollout.remote_collector import RemoteCollector
-from lightrl.rollout.remote_greedy import GreedyRemoteCollector
+from lightrl.rollout.remote_collector import GreedyRemoteCollector, RemoteCollector
 from lightrl.rollout.scheduled_collector import Filter
 from lightrl.strategy import StrategyBase, create_strategy, strategy_class
 from lightrl.strategy.serving.remote_serving import RemoteServing

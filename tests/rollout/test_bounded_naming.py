@@ -13,8 +13,7 @@ from lightrl.config import DataConfig, GRPOConfig
 from lightrl.data.curriculum import Curriculum
 from lightrl.rollout.bounded_collector import BoundedCollector, Tickets
 from lightrl.rollout.bounded_drop import DroppingCollector
-from lightrl.rollout.bounded_filter import filtering
-from lightrl.rollout.bounded_naming import NamingCollector
+from lightrl.rollout.bounded_filter import NamingCollector, filtering
 from lightrl.rollout.recorded_schedule import ScheduleLog
 from lightrl.trainers.scheduled import unequal_rewards
 

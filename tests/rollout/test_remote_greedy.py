@@ -12,8 +12,7 @@ from lightrl.comm import Comm
 from lightrl.data.sampler import PromptSampler
 from lightrl.metrics import Statistics
 from lightrl.records import Prompt
-from lightrl.rollout.remote_collector import RemoteCollector
-from lightrl.rollout.remote_greedy import GreedyRemoteCollector
+from lightrl.rollout.remote_collector import GreedyRemoteCollector, RemoteCollector
 from lightrl.rollout.sample_messages import to_bytes
 from lightrl.rollout.saved_groups import group_state
 
