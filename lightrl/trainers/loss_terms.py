@@ -77,15 +77,7 @@ class OffPolicyCorrection(LossTerm):
     def apply(self, loss: TokenLoss, micro: MicroBatch) -> TokenLoss:
         """Multiplies the terms by the weights; the metrics describe the ratio before it was capped or rejected."""
         tokens, statistics = micro.tokens, micro.statistics
-        correction = self._correct(
-            OffPolicyTokens(
-                logprobs=tokens.old_logprobs,
-                sampler_logprobs=micro.batch.sampler_logprobs,
-                mask=tokens.mask,
-                sequence_index=tokens.sequence_index,
-                num_sequences=tokens.num_sequences,
-            )
-        )
+        correction = self._correct(_off_policy(micro, tokens.old_logprobs))
         count = int(tokens.mask.sum())
         for name, value in correction.statistics.items():
             if name.endswith("_max"):
@@ -105,13 +97,7 @@ class OffPolicyMask(LossTerm):
     def apply(self, loss: TokenLoss, micro: MicroBatch) -> TokenLoss:
         """Sets the terms of such sequences to 0; the denominator still counts their tokens."""
         tokens = micro.tokens
-        of_policy = OffPolicyTokens(
-            logprobs=tokens.logprobs,
-            sampler_logprobs=micro.batch.sampler_logprobs,
-            mask=tokens.mask,
-            sequence_index=tokens.sequence_index,
-            num_sequences=tokens.num_sequences,
-        )
+        of_policy = _off_policy(micro, tokens.logprobs)
         is_far = far_off_policy(of_policy, tokens.masked_advantages, threshold=self._threshold) & tokens.mask
         micro.statistics.mean("off_policy_masked", int(is_far.sum()), int(tokens.mask.sum()))
         return replace(loss, terms=torch.where(is_far, 0.0, loss.terms))
@@ -214,6 +200,17 @@ def optional_terms(
     if distillation is not None:
         terms.append(Distillation(distillation))
     return terms
+
+
+def _off_policy(micro: MicroBatch, logprobs: Tensor) -> OffPolicyTokens:
+    """Returns what compares a policy's logprobs with those of the engine that sampled."""
+    return OffPolicyTokens(
+        logprobs=logprobs,
+        sampler_logprobs=micro.batch.sampler_logprobs,
+        mask=micro.tokens.mask,
+        sequence_index=micro.tokens.sequence_index,
+        num_sequences=micro.tokens.num_sequences,
+    )
 
 
 def _packed(values: Tensor | None) -> Tensor:
