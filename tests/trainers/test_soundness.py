@@ -11,8 +11,8 @@ import torch
 from lightrl.checkpoint import CheckpointDirectory, load_json, save_json
 from lightrl.comm import Comm
 from lightrl.strategy.layout.plain import Piece
-from lightrl.strategy.saving.soundness import find_damage
 from lightrl.strategy.saving.state_files import StateWriter
+from lightrl.trainers.sound_checkpoint import find_damage
 
 
 def saved(root: Path, step: int) -> Path:
