@@ -11,11 +11,11 @@ import transformers
 from torch import Tensor
 from torch.testing import assert_close
 from transformers import BertConfig, BertModel
+from two_sequences import two_sequences
 
 from lightrl.data.packing import dummy_batch
 from lightrl.models.critic import ActorCritic, Critic, ValueHead, load_critic, load_value_head, save_value_head
 from lightrl.models.policy import Policy
-from lightrl.records import PackedBatch
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 53,
@@ -45,23 +45,6 @@ def language_model(name: str) -> Any:
 def saved(name: str, folder: Path) -> str:
     language_model(name).save_pretrained(folder)
     return str(folder)
-
-
-def two_sequences() -> PackedBatch:
-    """[10 | 11] and [5 6 | 7 8 9]: prompts before the bar, responses after it."""
-    zeros = torch.zeros(4)
-    return PackedBatch(
-        input_ids=torch.tensor([10, 11, 5, 6, 7, 8, 9]),
-        position_ids=torch.tensor([0, 1, 0, 1, 2, 3, 4]),
-        cu_seqlens=(0, 2, 7),
-        score_index=torch.tensor([0, 3, 4, 5]),
-        targets=torch.tensor([11, 7, 8, 9]),
-        sequence_index=torch.tensor([0, 1, 1, 1]),
-        loss_mask=zeros == 0,
-        advantages=zeros,
-        sampler_logprobs=zeros,
-        keys=((0, 0), (1, 0)),
-    )
 
 
 def expected_values(model: Any, head: ValueHead) -> tuple[Tensor, Tensor]:

@@ -10,10 +10,10 @@ import torch
 import transformers
 from torch.testing import assert_close
 from transformers import PreTrainedModel
+from two_sequences import two_sequences
 
 from lightrl.models.policy import Policy, persistent_buffers, predicting_positions, response_batch
 from lightrl.models.score_check import check_scores
-from lightrl.records import PackedBatch
 
 CPU = torch.device("cpu")
 VOCAB = 53
@@ -53,24 +53,6 @@ def tiny_model(name: str) -> PreTrainedModel:
         torch.nn.init.normal_(parameter, std=0.3)
     result: PreTrainedModel = model.eval()
     return result
-
-
-def two_sequences(temperature: float) -> PackedBatch:
-    """[10 | 11] and [5 6 | 7 8 9]: prompts before the bar, responses after it."""
-    zeros = torch.zeros(4)
-    return PackedBatch(
-        input_ids=torch.tensor([10, 11, 5, 6, 7, 8, 9]),
-        position_ids=torch.tensor([0, 1, 0, 1, 2, 3, 4]),
-        cu_seqlens=(0, 2, 7),
-        score_index=torch.tensor([0, 3, 4, 5]),
-        targets=torch.tensor([11, 7, 8, 9]),
-        sequence_index=torch.tensor([0, 1, 1, 1]),
-        loss_mask=zeros == 0,
-        advantages=zeros,
-        sampler_logprobs=zeros,
-        temperature=temperature,
-        keys=((0, 0), (1, 0)),
-    )
 
 
 def reference_scores(model: PreTrainedModel, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:

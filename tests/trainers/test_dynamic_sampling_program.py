@@ -3,16 +3,16 @@
 import json
 import math
 import shutil
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from lightrl.testing import run_program, run_spmd
+from script_runs import run_script
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_grpo.py"
+run = partial(run_script, SCRIPT)
 Rows = list[dict[str, Any]]
 
 REWARD = '''
@@ -25,13 +25,6 @@ def never(sample):
 '''
 SAME = ("loss", "grad_norm", "ratio/mean", "clip_fraction")
 EQUAL = ("reward/mean", "reward/equal_groups", "tokens/response", "skipped_updates")
-
-
-def run(world: int, flags: list[str], folder: Path) -> str:
-    arguments = [*flags, "--output_dir", str(folder)]
-    if world == 1:
-        return run_program([sys.executable, str(SCRIPT), *arguments], timeout_s=280)
-    return run_spmd(SCRIPT, *arguments, world_size=world, timeout_s=280)
 
 
 @pytest.fixture
@@ -63,7 +56,7 @@ def check_same(ours: Rows, theirs: Rows, *, exact: bool = False) -> None:
 def test_a_run_is_the_same_on_two_ranks_and_after_a_resume(
     flags: list[str], metrics_of: Callable[[Path], Rows], tmp_path: Path
 ) -> None:
-    run(1, flags, tmp_path / "one")
+    run(0, flags, tmp_path / "one")
     ours = metrics_of(tmp_path / "one")
     assert sum(row["dynamic_sampling/dropped_hard"] for row in ours) > 0
     assert ours[1]["dynamic_sampling/spare"] > 0  # the checkpoint of step 2 has something to keep
@@ -72,7 +65,7 @@ def test_a_run_is_the_same_on_two_ranks_and_after_a_resume(
     run(2, [*flags, *two], tmp_path / "two")
     check_same(ours, metrics_of(tmp_path / "two"))
     before = metrics_of(tmp_path / "two")
-    for world, spread in ((2, two), (1, ["--strategy", "single"])):
+    for world, spread in ((2, two), (0, ["--strategy", "single"])):
         shutil.rmtree(tmp_path / "two" / "checkpoints" / "step-000004")
         assert "continuing after step 2" in run(world, [*flags, *spread], tmp_path / "two")
         check_same(before, metrics_of(tmp_path / "two"), exact=world == 2)
@@ -84,7 +77,7 @@ def test_a_batch_without_signal_skips_the_update(
     flags: list[str], metrics_of: Callable[[Path], Rows], tmp_path: Path
 ) -> None:
     flags = [*flags, "--reward", f"{tmp_path / 'sparse.py'}:never", "--max_steps", "2"]
-    output = run(1, [*flags, "--optim.weight_decay", "0.1", "--dynamic_sampling.max_rounds", "2"], tmp_path / "run")
+    output = run(0, [*flags, "--optim.weight_decay", "0.1", "--dynamic_sampling.max_rounds", "2"], tmp_path / "run")
     assert "only 0 of 4 have unequal rewards" in output
     for row in metrics_of(tmp_path / "run"):
         assert row["skipped_updates"] == 1

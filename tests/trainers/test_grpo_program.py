@@ -8,19 +8,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from script_runs import run_script
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightrl.testing import free_port, run_program, run_spmd
+from lightrl.testing import free_port
 from lightrl.trainers import hash_run
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_grpo.py"
+run = partial(run_script, SCRIPT)
 Rows = list[dict[str, Any]]
 ReadMetrics = Callable[[Path], Rows]
 
@@ -48,15 +51,6 @@ VARIANTS = {
 }
 COMPARED = ("loss", "grad_norm", "entropy", "kl", "lr", "clip_fraction", "ratio/mean")
 EQUAL = ("reward/mean", "tokens/prompt", "tokens/response", "tokens/truncated", "reward/equal_groups")
-
-
-def run(world: int, flags: list[str], folder: Path, *, expect_failure: bool = False, timeout_s: float = 280) -> str:
-    arguments = [*flags, "--output_dir", str(folder)]
-    if world == 0:
-        return run_program(
-            [sys.executable, str(SCRIPT), *arguments], timeout_s=timeout_s, expect_failure=expect_failure
-        )
-    return run_spmd(SCRIPT, *arguments, world_size=world, timeout_s=timeout_s, expect_failure=expect_failure)
 
 
 @pytest.fixture(scope="module")

@@ -9,17 +9,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from script_runs import run_script
 from transformers import AutoModel, AutoModelForCausalLM
 
 from lightrl.models.critic import load_critic
-from lightrl.testing import free_port, run_program, run_spmd
+from lightrl.testing import free_port
 from lightrl.trainers import hash_run
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train_ppo.py"
+run = partial(run_script, SCRIPT)
 Rows = list[dict[str, Any]]
 ReadMetrics = Callable[[Path], Rows]
 
@@ -61,13 +64,6 @@ COMPARED = (
     "critic/value_mean", "critic/explained_variance",
 )  # fmt: skip
 EQUAL = ("reward/mean", "tokens/prompt", "tokens/response", "tokens/truncated")
-
-
-def run(world: int, flags: list[str], folder: Path, *, expect_failure: bool = False) -> str:
-    arguments = [*flags, "--output_dir", str(folder)]
-    if world == 0:
-        return run_program([sys.executable, str(SCRIPT), *arguments], timeout_s=240, expect_failure=expect_failure)
-    return run_spmd(SCRIPT, *arguments, world_size=world, timeout_s=240, expect_failure=expect_failure)
 
 
 @pytest.fixture(scope="module")
