@@ -16,9 +16,8 @@ from lightrl.config.evaluate import EvaluateConfig, left_out
 from lightrl.config.help import help_on, short_help, whole_help
 from lightrl.config.options import nearest_name, option_types
 from lightrl.config.paths import why_unreadable
-from lightrl.config.peer_names import own_names
+from lightrl.config.peer_names import own_names, reason_against
 from lightrl.config.runs import DPOConfig, GRPOConfig, PPOConfig, RMConfig, SFTConfig
-from lightrl.config.untrained_options import reason_against, reasons_against
 from lightrl.config.yaml_text import read_yaml
 from lightrl.last_error import leave_error
 
@@ -70,7 +69,8 @@ def _say_more(args: Sequence[str], types: Mapping[str, Any]) -> None:
     flags = [arg.partition("=")[0].removeprefix("--").replace("-", "_") for arg in args if arg.startswith("--")]
     unknown = [flag for flag in flags if flag not in types]
     elsewhere = [reason for flag in unknown if (reason := _trainers_with(flag)) and not own_names([f"--{flag}"], types)]
-    reasons = [*reasons_against(args, types), *own_names(args, types), *elsewhere, *_too_many_values(args, types)]
+    untrained = [reason for flag in unknown if (reason := reason_against(flag, types))]
+    reasons = [*untrained, *own_names(args, types), *elsewhere, *_too_many_values(args, types)]
     for reason in reasons:
         print_user_error(ValueError(reason))
 

@@ -1,4 +1,7 @@
-"""Our names for options of TRL, verl and OpenRLHF, told to a user who gives theirs; docs/coming_from.md has all."""
+"""Our names for options of TRL, verl and OpenRLHF, told to a user who gives theirs; docs/coming_from.md has all.
+
+Some sampling options have none: training cannot do what they ask for.
+"""
 
 from __future__ import annotations
 
@@ -164,6 +167,15 @@ _VERL = {  # without actor_rollout_ref. in front
     "trainer.total_epochs": "--max_steps (records / num_prompts for each epoch)",
     "trainer.total_training_steps": "--max_steps",
 }
+_OF_EVALUATION = {  # sampling options that training lacks: what they are called in an evaluation
+    "min_p": "",  # no engine setting of ours
+    "min_tokens": "min_new_tokens",
+    "min_new_tokens": "min_new_tokens",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "repetition_penalty": "repetition_penalty",
+}
+
 _NAME = re.compile(r"--(?P<flag>[\w.-]+)|\+*(?P<key>\w+(\.\w+)+)=")  # of verl's command line, a.b=value
 
 
@@ -177,3 +189,16 @@ def own_names(args: Iterable[str], known: Collection[str]) -> list[str]:
         for name in names
         if name not in known and ours[name].partition(" ")[0].removeprefix("--") in known
     ]
+
+
+def reason_against(name: str, known: Collection[str]) -> str:
+    """Returns why training has no option of this name and what to do, or an empty text for any other name."""
+    last = name.lstrip("-").replace("-", "_").rpartition(".")[2]
+    if last not in _OF_EVALUATION or "eval.top_p" not in known:
+        return ""
+    own = _OF_EVALUATION[last]
+    advice = f"For evaluation there is --eval.{own}." if own else "Leave it out."
+    return (
+        f"Training has no {last}: a trainer computes log-probabilities at --temperature alone, and tokens that are "
+        f"drawn in another way have others. {advice}"
+    )
