@@ -17,7 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from lightrl.engines.native.modules import native_mask
 from lightrl.exact.environment import LEAST_ROWS
-from lightrl.models.packed_attention import CURRENT_LAYOUT, LAYOUT_KEYWORD, packed_mask
+from lightrl.models.packed_attention import CURRENT_LAYOUT, LAYOUT_KEYWORD, packed_mask, runs_of
 
 TRAINER_ATTENTION = "lightrl_exact_packed"
 ENGINE_ATTENTION = "lightrl_exact_rows"
@@ -89,16 +89,11 @@ def packed_attention(
     if layout is None or _changes_scores(kwargs):
         raise _unsupported(module)
     window = attention_mask if sliding_window is None else sliding_window
-    sizes = [count * length for count, length in layout.runs]
-    pieces = zip(*(part.split(sizes, dim=2) for part in (query, key, value)), strict=True)
-    outputs = []
-    for (count, length), parts in zip(layout.runs, pieces, strict=True):
-        queries, keys, values = (
-            part.view(part.shape[1], count, length, part.shape[3]).transpose(0, 1) for part in parts
-        )
-        mixed = attend_causally(queries, keys, values, scaling or query.shape[-1] ** -0.5, window)
-        outputs.append(mixed.reshape(1, count * length, *mixed.shape[2:]))
-    return torch.cat(outputs, dim=1), None
+    scaling = scaling or query.shape[-1] ** -0.5
+    outputs = [
+        attend_causally(q, k, v, scaling, window).flatten(0, 1) for q, k, v in runs_of(layout, query, key, value)
+    ]
+    return torch.cat(outputs)[None], None
 
 
 def row_attention(

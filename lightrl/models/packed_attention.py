@@ -291,6 +291,14 @@ def stack_sequences(part: Tensor, count: int, length: int) -> Tensor:
     return part.view(part.shape[1], count, length, part.shape[3]).transpose(0, 1)
 
 
+def runs_of(layout: PackedLayout, *parts: Tensor) -> list[list[Tensor]]:
+    """Returns, for each run of sequences of equal length, the parts as [count, heads, length, dim]."""
+    # split, not slices: its backward is one concatenation; the backward of each slice would fill a tensor with zeros.
+    num_tokens = [count * length for count, length in layout.runs]
+    pieces = zip(*(part.split(num_tokens, dim=2) for part in parts), strict=True)
+    return [[stack_sequences(part, *run) for part in own] for run, own in zip(layout.runs, pieces, strict=True)]
+
+
 def _repeat_heads(part: Tensor, num_heads: int) -> Tensor:
     repeats = num_heads // part.shape[1]
     return part if repeats == 1 else part.repeat_interleave(repeats, dim=1)
@@ -306,15 +314,8 @@ def visible(num_queries: int, num_keys: int, window: int | None, device: torch.d
 def _attend_by_runs(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scoring: Scoring) -> Tensor:
     """Computes attention with one call for each run of sequences of equal length."""
     attend: Attend = _sdpa if scoring.softcap is None and scoring.sinks is None else partial(in_turn, eager_attention)
-    num_tokens = [count * length for count, length in layout.runs]
-    # split, not slices: its backward is one concatenation; the backward of each slice would fill a tensor with zeros.
-    pieces = zip(*(part.split(num_tokens, dim=2) for part in (query, key, value)), strict=True)
-    outputs = []
-    for (count, length), run in zip(layout.runs, pieces, strict=True):
-        run_query, run_key, run_value = (stack_sequences(part, count, length) for part in run)
-        output = attend(run_query, run_key, run_value, scoring)
-        outputs.append(output.transpose(1, 2).reshape(1, count * length, query.shape[1], value.shape[-1]))
-    return torch.cat(outputs, dim=1)
+    outputs = [attend(q, k, v, scoring).transpose(1, 2).flatten(0, 1) for q, k, v in runs_of(layout, query, key, value)]
+    return torch.cat(outputs)[None]
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:

@@ -23,6 +23,7 @@ from lightrl.models.packed_attention import (
     Scoring,
     eager_attention,
     grouped_attention,
+    runs_of,
     stack_sequences,
     visible,
 )
@@ -134,7 +135,7 @@ class _TreeAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: TreeLayout, scale: float) -> Tensor:
         parts = [part.index_select(2, layout.order) for part in (query, key, value)]
-        outputs, sums = zip(*(_flash(*run, 0.0, True, scale=scale) for run in _runs(layout, *parts)), strict=True)
+        outputs, sums = zip(*(_flash(*run, 0.0, True, scale=scale) for run in runs_of(layout, *parts)), strict=True)
         output = torch.cat([_flat(run) for run in outputs], dim=2).index_select(2, layout.inverse)
         logsumexp = torch.cat([_flat(run[..., None]) for run in sums], dim=2).index_select(2, layout.inverse)
         for start, stop, end in layout.branches:
@@ -151,7 +152,7 @@ class _TreeAttention(torch.autograd.Function):
         layout: TreeLayout = ctx.layout
         parts = [grad, *ctx.saved_tensors]
         sorted_parts = [part.index_select(2, layout.order) for part in parts]
-        of_runs = [_gradients(run, ctx.scale, is_causal=True) for run in _runs(layout, *sorted_parts)]
+        of_runs = [_gradients(run, ctx.scale, is_causal=True) for run in runs_of(layout, *sorted_parts)]
         grads = [
             torch.cat([_flat(run) for run in same], dim=2).index_select(2, layout.inverse)
             for same in zip(*of_runs, strict=True)
@@ -164,14 +165,6 @@ class _TreeAttention(torch.autograd.Function):
             for total, more, place in zip(grads, added, (later, seen, seen), strict=True):
                 total[:, :, place] += more
         return (*grads, None, None)
-
-
-def _runs(layout: TreeLayout, *parts: Tensor) -> Iterator[list[Tensor]]:
-    """Yields, for each run of segments of equal length, the parts as [count, heads, length, dim]."""
-    sizes = [count * length for count, length in layout.runs]
-    pieces = zip(*(part.split(sizes, dim=2) for part in parts), strict=True)
-    for (count, length), run in zip(layout.runs, pieces, strict=True):
-        yield [stack_sequences(part, count, length) for part in run]
 
 
 def _flat(run: Tensor) -> Tensor:
