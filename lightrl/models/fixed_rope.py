@@ -58,6 +58,12 @@ def original_lengths(config: Any) -> list[int]:
     return sorted({int(length) for length in named if length})
 
 
+def extended_length(config: Any) -> int:
+    """Returns the length to which YaRN extends a model, maybe beyond its `max_position_embeddings`; 0 without YaRN."""
+    ropes = [rope for rope in _ropes(config).values() if _kind(rope) == "yarn" and rope.get("factor")]
+    return max((int(rope["original_max_position_embeddings"] * rope["factor"]) for rope in ropes), default=0)
+
+
 def describe_fixed(model: nn.Module) -> str:
     """Describes the fixed frequencies in words; empty for a model that has none."""
     longest = fixed_length(model)

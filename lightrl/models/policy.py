@@ -28,6 +28,7 @@ from transformers.utils.logging import disable_progress_bar
 from lightrl.config.paths import why_unreadable
 from lightrl.models.allowed_tokens import AllowedTokens
 from lightrl.models.buffers import as_loaded
+from lightrl.models.fixed_rope import extended_length
 from lightrl.models.hub import instead_of, require_reachable
 from lightrl.models.logprobs import LogitTransform, chosen_logprobs
 from lightrl.models.multimodal import (
@@ -296,15 +297,11 @@ def _unreadable(path: str, what: str, error: Exception) -> ValueError:
     return ValueError(f"--model {path}: its {what} cannot be read ({reason}).")
 
 
-def context_length(path: str, *, trust_remote_code: bool = False) -> int:
-    """Returns how many tokens prompt and response together may have in the model; reads only its config."""
-    return stated_context(load_config(path, trust_remote_code=trust_remote_code).get_text_config())
-
-
-def stated_context(text_config: Any) -> int:
+def stated_context(config: Any) -> int:
     """Returns how many positions a language model has; 2^30 if its config states no limit, as for recurrent models."""
     names = ("max_position_embeddings", "n_positions", "max_seq_len")
-    return next((int(length) for name in names if (length := getattr(text_config, name, None))), 1 << 30)
+    stated = next((int(length) for name in names if (length := getattr(config, name, None))), 1 << 30)
+    return max(stated, extended_length(config)) if "yarn" in str(getattr(config, "rope_parameters", None)) else stated
 
 
 def load_policy(path: str, *, materialize: bool, trust_remote_code: bool = False, is_reference: bool = False) -> Policy:

@@ -2,6 +2,7 @@ import json
 import shutil
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,14 @@ from torch.testing import assert_close
 
 from lightrl.builtin.model import tiny_model
 from lightrl.models.critic import load_critic
-from lightrl.models.policy import check_model_folder, context_length, load_policy, load_tokenizer, model_loader
+from lightrl.models.policy import (
+    check_model_folder,
+    load_config,
+    load_policy,
+    load_tokenizer,
+    model_loader,
+    stated_context,
+)
 from lightrl.models.reward_model import load_reward_model
 
 
@@ -107,7 +115,24 @@ def test_a_reference_is_no_actor(folder: str) -> None:
 
 def test_tokenizer_and_context(folder: str) -> None:
     assert load_tokenizer(folder)("1+1=")["input_ids"] == [3, 12, 3, 13]
-    assert context_length(folder) == tiny_model()[0].config.max_position_embeddings
+    assert stated_context(load_config(folder)) == tiny_model()[0].config.max_position_embeddings
+
+
+@pytest.mark.parametrize(
+    ("rope", "context"),
+    [
+        (
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+            256,
+        ),  # 4 x 64, as in Qwen's files
+        ({"rope_type": "yarn", "factor": 1.0, "original_max_position_embeddings": 64}, 80),
+        ({"rope_type": "linear", "factor": 4.0}, 80),
+        (None, 80),
+    ],
+)
+def test_yarn_extends_the_context(rope: dict[str, Any] | None, context: int) -> None:
+    config = transformers.Qwen2Config(max_position_embeddings=80, rope_parameters=rope)
+    assert stated_context(config) == context
 
 
 def test_what_a_model_folder_lacks_is_told(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
