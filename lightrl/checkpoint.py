@@ -343,7 +343,8 @@ def disk_error(error: SafetensorError | OSError, path: Path) -> Exception:
     safetensors wraps the error into a text, such as `(os error 28)`.
     """
     if isinstance(error, OSError):
-        return OSError(error.errno, error.strerror, error.filename or str(path))
+        has_number = error.errno is not None  # without one, all that it says is its text
+        return OSError(error.errno, error.strerror, error.filename or str(path)) if has_number else error
     code = re.search(r"os error (\d+)", str(error))
     return error if code is None else OSError(int(code[1]), os.strerror(int(code[1])), str(path))
 
