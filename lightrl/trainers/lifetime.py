@@ -106,13 +106,9 @@ def _goes_on(run: StoppableRun, watch: SignalWatch) -> bool:
 def _leave_step(run: StoppableTraining, error: BaseException) -> None:
     """Drops the results of a failed step, since a notebook may continue, or reports that another rank has failed.
 
-    The other ranks can read the error, until a collective of this rank shows that it goes on. Their failure is told
-    while signals are still handled: torchrun ends this rank once the failed one is gone.
+    That is told while signals are still handled: torchrun ends this rank once the failed one is gone.
     """
     if not isinstance(error, RankError):
-        board = run.strategy.comm.board
-        if board is not None and isinstance(error, Exception):  # a program of the user's may end with it
-            board.post_error(error)
         for trained in run.strategy.trained.entries:
             run.strategy.layout.drop_gradients(trained.model)
         run.statistics.take()

@@ -453,21 +453,6 @@ def test_other_ranks_read_why_a_rank_has_ended_outside_a_phase(
     assert "rank 0 failed" not in boards[0].errors_now()[1]  # it has said so itself
 
 
-def test_other_ranks_read_an_error_of_a_step_that_a_program_of_the_users_ends_with(tmp_path: Path) -> None:
-    store = HashStore()
-    boards = [RankBoard(store, rank, 2) for rank in range(2)]
-    run = stoppable(tmp_path)
-    run.strategy = SimpleNamespace(
-        comm=SimpleNamespace(board=boards[1]), trained=SimpleNamespace(entries=[]), layout=None
-    )
-    run.statistics = run.watch = SimpleNamespace(take=lambda: None)
-    with pytest.raises(ZeroDivisionError), lifetime.ended_by_signals(run):
-        1 / 0  # noqa: B018
-    assert "ZeroDivisionError: division by zero" in boards[0].errors_now()[1]
-    boards[1].go_on()
-    assert boards[0].errors_now() == {}
-
-
 def test_ctrl_c_that_comes_while_others_are_told_hides_no_error(
     watch: lifetime.SignalWatch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
