@@ -300,7 +300,7 @@ class RankComm(Comm):
         reports = {rank: report for rank, report in enumerate(self.all_gather_object(text)) if report}
         if error is not None:
             raise error
-        failure = RankError(board.describe_errors({rank: report for rank, (report, _) in reports.items()}))
+        failure = RankError(board.describe_errors({r: report for r, (report, _) in reports.items()}, are_agreed=True))
         if all(mistake for _, mistake in reports.values()):
             failure.mistake = f"rank {min(reports)}: {reports[min(reports)][1]}"
         raise failure

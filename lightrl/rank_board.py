@@ -101,10 +101,14 @@ class RankBoard:
             time.sleep(0.1)
         return [self._store.get(key).decode() if self._has(key) else None for key in keys]
 
-    def describe_errors(self, errors: Mapping[int, str]) -> str:
-        """Returns a message that names the failed ranks and their phases, and holds their tracebacks."""
-        # An error that ranks agree on at the end of a phase is not posted.
-        phases = dict.fromkeys(self._posted("failed in", rank) or self.phase for rank in sorted(errors))
+    def describe_errors(self, errors: Mapping[int, str], *, are_agreed: bool = False) -> str:
+        """Returns a message that names the failed ranks and their phases, and holds their tracebacks.
+
+        Errors that ranks agree on at the end of a phase are not posted, unless their rank has left by now.
+        """
+        unknown = ("", _BETWEEN) if are_agreed else ("",)
+        posted = [self._posted("failed in", rank) for rank in sorted(errors)]
+        phases = dict.fromkeys(self.phase if phase in unknown else phase for phase in posted)
         reports = "\n".join(f"--- rank {rank} ---\n{report}" for rank, report in sorted(errors.items()))
         where = " and ".join(map(_where, phases))
         return f"rank {', '.join(map(str, sorted(errors)))} failed {where}:\n{reports}"
