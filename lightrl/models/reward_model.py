@@ -47,7 +47,7 @@ class RewardModel(nn.Module):
         """Returns the scores, [S] float32, in the order of batch.keys."""
         group = self.sequence_group
         hidden = packed_hidden_states(self.hf.get_decoder(), batch, group=group)
-        positions = last_positions(batch.input_ids, batch.cu_seqlens, self.hf.config.pad_token_id)
+        positions = last_positions(batch.input_ids, batch.cu_seqlens, self.hf.config.get_text_config().pad_token_id)
         if group is None:
             return self._score(hidden[positions])
         (scores,) = apply_to_split(lambda rows, _: (self._score(rows),), hidden, positions, group)
@@ -106,15 +106,16 @@ def _config(path: str, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code:
             "reward model. Choose another model."
         )
     config.num_labels = 1
+    text = config.get_text_config()  # the padding is that of the text, also in a config with a vision tower
     end = tokenizer.eos_token_id
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end
     if not is_classifier:
         # Users of the saved model pad with the tokenizer; without a padding token they could not score a batch.
-        config.pad_token_id = padding
+        text.pad_token_id = padding
         if padding is None:
             raise ValueError(f"--model {path}: its tokenizer has neither a padding nor an end token. Give it one.")
-    elif config.pad_token_id is None and padding != end:  # if it is the end, scores would be read before it from now on
-        config.pad_token_id = padding
+    elif text.pad_token_id is None and padding != end:  # if it is the end, scores would be read before it from now on
+        text.pad_token_id = padding
     return config
 
 

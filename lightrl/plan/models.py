@@ -137,7 +137,7 @@ def _make_reward_model(config: RunConfig, hf_config: Any) -> nn.Module:
 
 def _make_scorer(config: RunConfig, hf_config: Any) -> RewardModel:
     hf_config = copy.deepcopy(hf_config)
-    hf_config.num_labels, hf_config.pad_token_id = 1, 0
+    hf_config.num_labels, hf_config.get_text_config().pad_token_id = 1, 0
     model = RewardModel(_from_config(AutoModelForSequenceClassification.from_config, hf_config))
     return model.eval().requires_grad_(False)
 

@@ -18,6 +18,7 @@ from transformers import (
 
 from lightrl.builtin.model import builtin_tokenizer, tiny_model
 from lightrl.data.example_packing import pack_examples
+from lightrl.models.policy import response_batch
 from lightrl.models.reward_model import RewardModel, check_reward_scores, load_reward_model
 from lightrl.records import Answer, Example
 
@@ -38,7 +39,20 @@ CONFIGS: dict[str, Any] = {
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=16, n_embd=16, n_layer=2, n_head=2, n_positions=64, num_labels=1, pad_token_id=0
     ),
+    "gemma3": lambda: with_vision(),
 }
+
+
+def with_vision() -> Any:
+    """A config whose text has one of its own, and which itself states no padding token."""
+    text = {**SHAPE, "vocab_size": 32, "head_dim": 8}
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return transformers.Gemma3Config(
+        text_config=text,
+        vision_config={**vision, "image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+        num_labels=1,
+    )
 
 
 @pytest.fixture
@@ -111,6 +125,23 @@ def test_a_reward_model_is_read_where_its_own_config_says(
         ours = again(pack_examples([two_answers()]))
         one_by_one = [theirs(torch.tensor([ids])).logits[0, 0] for ids in ([5, 6, 7, 1], [5, 6, 8, 9, 10, 1])]
     assert_close(ours, torch.stack(one_by_one), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("stated", [1, None])
+def test_a_model_with_a_vision_tower_states_its_padding_with_its_text(tmp_path: Path, stated: int | None) -> None:
+    """There transformers looks for it. 1 is the end token, which the answers end with."""
+    config = with_vision()
+    config.text_config.pad_token_id = stated
+    trained = AutoModelForSequenceClassification.from_config(config)
+    torch.nn.init.normal_(trained.score.weight)
+    trained.save_pretrained(tmp_path / "trained")
+    again = load(tmp_path / "trained", builtin_tokenizer()).eval()
+    again.hf.save_pretrained(tmp_path / "again")
+    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "again")
+    assert theirs.config.get_text_config().pad_token_id == (0 if stated is None else stated)
+    rows = torch.tensor([[5, 6, 7, 1], [5, 6, 9, 10]])
+    with torch.no_grad():
+        assert_close(again(response_batch([(ids, ()) for ids in rows.tolist()])), theirs(rows).logits[:, 0])
 
 
 def test_a_reward_model_that_has_lost_its_head_is_refused(folder: Path, tmp_path: Path) -> None:
