@@ -27,6 +27,7 @@ from lightrl.models.packed_attention import (
     PackedLayout,
     SplitLayout,
 )
+from lightrl.models.routing import ROUTING_KEYWORD
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +125,8 @@ def _carrying_layout(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
 def _mix_apart(mixer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Runs a mixer on each sequence of the pack separately; outside of a pack it runs unchanged."""
     forward, layout = type(mixer).forward, CURRENT_LAYOUT.get()
-    kwargs.pop(LAYOUT_KEYWORD, None)
+    for name in (LAYOUT_KEYWORD, ROUTING_KEYWORD):  # meant for attention and for the layer's router
+        kwargs.pop(name, None)
     if layout is None:
         return forward(mixer, *args, **kwargs)
     bound = inspect.signature(forward).bind(mixer, *args, **kwargs)

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
+from lightrl.models.per_sequence import RUNS_APART
 from lightrl.models.policy import Policy
-from lightrl.models.routing import UNKNOWN, check_rules, routers_of, uses_sigmoid
+from lightrl.models.routing import ROUTING_KEYWORD, UNKNOWN, check_rules, routers_of, uses_sigmoid
 from lightrl.records import PackedBatch, RoutingScores, TokenScores
 
-_KEYWORD = "expert_routing"
+_MIXERS = ("attn", "attention", "mamba")  # in the names of what mixes tokens in a layer
 
 
 class RoutingReplay:
@@ -33,6 +34,8 @@ class RoutingReplay:
         With keeps_logits the scores contain the logits of the routers, for their losses.
         """
         self._routers = routers_of(policy.hf)
+        if RUNS_APART in vars(policy.hf.get_decoder()):
+            raise _runs_apart(policy.hf.config.model_type)
         self._is_sigmoid = uses_sigmoid(self._routers)
         self._keeps_logits = keeps_logits
         if not next(self._routers[0].module.parameters()).is_meta:
@@ -71,10 +74,10 @@ class RoutingReplay:
         """Passes the routing to the decoder as a keyword, so that a checkpointed layer is recomputed with its own."""
         if self._batch is None or self._batch.routing is None:
             return None
-        return args, {**kwargs, _KEYWORD: _own_part(self._batch.routing, self._policy)}
+        return args, {**kwargs, ROUTING_KEYWORD: _own_part(self._batch.routing, self._policy)}
 
     def _receive(self, index: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        routing = kwargs.pop(_KEYWORD, None)
+        routing = kwargs.pop(ROUTING_KEYWORD, None)
         self._replayed.pop(index, None)
         if routing is not None:
             self._replayed[index] = routing[:, index]
@@ -98,6 +101,8 @@ class RoutingReplay:
     def _end(self, policy: nn.Module, args: Any, scores: TokenScores) -> TokenScores:
         assert self._batch is not None
         batch, self._batch = self._batch, None
+        if batch.routing is not None and len(self._differs) != len(self._routers):
+            raise _not_handed_on(self._policy, len(self._differs), len(self._routers))
         routing = RoutingScores(
             logits=tuple(self._logits),
             experts=tuple(self._experts),
@@ -141,7 +146,27 @@ def _attention_of(layer: nn.Module) -> nn.Module:
     The layer itself does not work: since transformers 5.24 its own hooks run only once, outside of the recomputation.
     https://github.com/huggingface/transformers/blob/v5.24.0/src/transformers/modeling_layers.py
     """
-    return next(child for name, child in layer.named_children() if "attn" in name or "attention" in name)
+    for name, child in layer.named_children():
+        if any(mixer in name for mixer in _MIXERS) and "norm" not in name:
+            return child
+    raise ValueError(
+        f"--routing.* does not know what in {type(layer).__name__} runs before the router: it looks for names with "
+        f"{', '.join(_MIXERS)}. Leave the options out, or choose another model."
+    )
+
+
+def _runs_apart(model_type: str) -> ValueError:
+    return ValueError(
+        f"--routing.* needs whole packs, and {model_type} runs each of their sequences alone. Leave the options out, "
+        "or choose another model."
+    )
+
+
+def _not_handed_on(policy: Policy, count: int, num_routers: int) -> ValueError:
+    return ValueError(
+        f"--routing.replay: {count} of {num_routers} routers got the experts of the pack, because layers of model type "
+        f"{policy.hf.config.model_type!r} do not hand keywords on. Leave the option out, or choose another model."
+    )
 
 
 def _own_part(routing: Tensor, policy: Policy) -> Tensor:

@@ -50,3 +50,16 @@ def test_a_dense_model_and_an_unknown_rule_are_refused() -> None:
     routers[1].module.forward = doubled  # type: ignore[method-assign]
     with pytest.raises(ValueError, match="does not know how Qwen3MoeTopKRouter weighs"):
         check_rules(routers)
+
+
+@pytest.mark.parametrize("problem", [TypeError("forward() lacks a bias"), AttributeError("no norm_topk_prob")])
+def test_a_router_that_cannot_be_called_by_itself_is_refused(problem: Exception) -> None:
+    """Such as that of LFM 2, whose layer gives it its bias."""
+    routers = routers_of(tiny_moe("qwen3_moe"))
+
+    def fail(hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        raise problem
+
+    routers[0].module.forward = fail  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="does not know how Qwen3MoeTopKRouter weighs"):
+        check_rules(routers)

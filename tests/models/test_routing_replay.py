@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_hybrids import tiny_model as tiny_hybrid
 from tiny_moe import CONFIGS, NUM_EXPERTS, NUM_LAYERS, TOP_K, tiny_moe
 from torch import Tensor
 from torch.testing import assert_close
@@ -82,6 +83,42 @@ def test_the_gradient_reaches_the_router_and_survives_checkpointing(name: str) -
     for plain, recomputed in zip(*gradients, strict=True):
         assert plain.abs().max() > 1e-4
         assert_close(recomputed, plain, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["granitemoehybrid", "kimi_linear", "qwen3_next"])
+def test_recurrent_layers_leave_the_experts_to_the_router(family: str) -> None:
+    model = Policy(tiny_hybrid(family))
+    attach_replay(model, keeps_logits=True)
+    num_routers = len(routers_of(model.hf))
+    draw = torch.rand(11, num_routers, 4, generator=torch.Generator().manual_seed(3))  # of 4 experts
+    experts = draw.argsort(-1)[..., :2]
+    replayed = model(routed(experts)).routing
+    assert replayed.num_routed == 11
+    for index, used in enumerate(replayed.experts):
+        assert torch.equal(used, experts[:, index])
+
+
+def test_a_model_that_runs_each_sequence_alone_is_refused() -> None:
+    """Its routers would see one sequence at a time, and the losses of the routers need a whole pack."""
+    with pytest.raises(ValueError, match=r"needs whole packs, and minimax runs each of their sequences alone"):
+        attach_replay(Policy(tiny_hybrid("minimax")), keeps_logits=True)
+
+
+def test_a_layer_of_experts_alone_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"does not know what in NemotronHBlock runs before the router"):
+        attach_replay(Policy(tiny_hybrid("nemotron_h")), keeps_logits=False)
+
+
+def test_layers_that_do_not_hand_the_experts_on_are_told() -> None:
+    model = policy("qwen3_moe")
+    layer = model.hf.get_submodule(routers_of(model.hf)[1].layer_name)
+
+    def drop(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, {name: value for name, value in kwargs.items() if name != "expert_routing"}
+
+    layer.register_forward_pre_hook(drop, with_kwargs=True)
+    with pytest.raises(ValueError, match=r"--routing.replay: 1 of 2 routers got the experts of the pack"):
+        model(routed(random_experts()))
 
 
 def test_only_tokens_with_other_experts_are_counted() -> None:

@@ -33,6 +33,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "mixtral": lambda: transformers.MixtralConfig(**SHAPE, num_local_experts=NUM_EXPERTS),
     "qwen2_moe": lambda: transformers.Qwen2MoeConfig(**SHAPE, **QWEN, shared_expert_intermediate_size=16),
     "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**SHAPE, **QWEN, head_dim=8, norm_topk_prob=True),
+    "qwen3_5_moe": lambda: transformers.Qwen3_5MoeTextConfig(
+        **SHAPE, **QWEN, shared_expert_intermediate_size=16, head_dim=8, layer_types=["full_attention"] * NUM_LAYERS
+    ),
     "olmoe": lambda: transformers.OlmoeConfig(**SHAPE, num_experts=NUM_EXPERTS),
     "phimoe": lambda: transformers.PhimoeConfig(**SHAPE, num_local_experts=NUM_EXPERTS, router_jitter_noise=0.5),
     "gpt_oss": lambda: transformers.GptOssConfig(
