@@ -7,7 +7,6 @@ import importlib.util
 import inspect
 import os
 import sys
-import sysconfig
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,13 +14,13 @@ from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 from lightrl.config import nearest_name
+from lightrl.own_calls import is_own
 
 # Errors that a program prints without a traceback, or that end it silently. If a user's code raises one of them while
 # it is loaded, the message has to name the line.
 BARE = (ValueError, OSError, ImportError, SyntaxError, SystemExit)
 
 _OURS = Path(__file__).parent
-_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 def is_installed(package: str) -> bool:
@@ -125,7 +124,7 @@ def line_of_own_code(error: BaseException | None) -> str:
         path = Path(frame.filename)
         if path.is_relative_to(_OURS):
             break  # and not what it called: a library
-        if path.is_absolute() and not any(path.is_relative_to(folder) for folder in _LIBRARIES):
+        if is_own(path):
             return f" ({type(error).__name__} at line {frame.lineno} of {path}, in {frame.name})"
     return line_of_own_code(error.__cause__)
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Protocol
 
 from lightrl.forked import end_child
+from lightrl.own_calls import called_own_code
 
 _LONGEST_END = 100_000  # characters; torch's store breaks the connection at 8 MiB
 _POSTED = "_lightrl_posted"  # marks an error that the other ranks were told of
@@ -157,8 +158,11 @@ def _where(phase: str) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Returns the error with its traceback; the middle of a very long text is left out."""
-    text = "".join(traceback.format_exception(error))
+    """Returns the error with its traceback; the middle of a very long text is left out.
+
+    A last line names the user's function, if any, whose result lightrl could not use.
+    """
+    text = "".join([*traceback.format_exception(error), called_own_code(error)])
     left_out = len(text) - 2 * _LONGEST_END
     if left_out <= 0:
         return text

@@ -27,6 +27,7 @@ from lightrl.forked import end_child
 from lightrl.imports import line_of_own_code
 from lightrl.last_error import leave_error
 from lightrl.metrics import Statistics, Stopwatch
+from lightrl.own_calls import called_own_code
 from lightrl.process_group import rank_name
 from lightrl.rank_board import describe
 from lightrl.rewards.own_frames import explain
@@ -216,7 +217,7 @@ def _mistake_in(error: BaseException) -> BaseException | None:
 def _refuse(mistake: BaseException, error: BaseException) -> None:
     """Prints a mistake that was found before a trainer was built, and leaves no folder of the run."""
     remove_empty_runs()
-    line = line_of_own_code(error)
+    line = line_of_own_code(error) or f"\n{called_own_code(error)}".rstrip()
     print_user_error(ValueError(f"{mistake}{line}") if line else mistake)
     let_first_rank_tidy_up()
 

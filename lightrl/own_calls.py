@@ -1,0 +1,79 @@
+"""Names the user's function behind an error in lightrl's own code, as when the function returned nothing by mistake."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import sysconfig
+import traceback
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from types import FrameType, FunctionType
+from typing import Any
+
+_OURS = Path(__file__).parent
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_LACKING = "NoneType"  # in the message of an error about a missing return
+
+
+def is_own(path: Path) -> bool:
+    """Returns whether a file is a user's, and neither lightrl's nor a library's."""
+    return path.is_absolute() and not any(path.is_relative_to(folder) for folder in (str(_OURS), *_LIBRARIES))
+
+
+def called_own_code(error: BaseException) -> str:
+    """Returns a sentence about the user's function that lightrl had called in the line that failed; empty if none.
+
+    A function whose own line is in the traceback needs no such sentence. If the error is about None, the line may also
+    be one further out, whose result was passed on.
+    """
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        path = Path(frame.f_code.co_filename)
+        if is_own(path):
+            return ""
+        if not path.is_relative_to(_OURS):
+            continue  # a library, which lightrl's line has called
+        if found := next(_own_functions(frame, line), None):
+            return _described(*found)
+        if _LACKING not in str(error):
+            return ""
+    return ""
+
+
+def _own_functions(frame: FrameType, line: int) -> Iterator[tuple[str, FunctionType, Any]]:
+    """Yields name, function and owner of each user's function that is called in a line."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(frame.f_code.co_filename)))
+    except SyntaxError:  # the file was changed during the run
+        return
+    scope = {**frame.f_globals, **frame.f_locals}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and node.lineno <= line <= (node.end_lineno or line):
+            owner, function = _resolved(node.func, scope)
+            while isinstance(function, partial):
+                function = function.func
+            function = inspect.unwrap(getattr(function, "__func__", function)) if callable(function) else None
+            if isinstance(function, FunctionType) and is_own(Path(function.__code__.co_filename)):
+                yield ast.unparse(node.func), function, owner
+
+
+def _resolved(node: ast.expr, scope: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Returns an object and the attribute of it that an expression names, without running any code."""
+    if isinstance(node, ast.Name):
+        return None, scope.get(node.id)
+    if not isinstance(node, ast.Attribute):
+        return None, None
+    _, owner = _resolved(node.value, scope)
+    return owner, inspect.getattr_static(owner, node.attr, None)
+
+
+def _described(name: str, function: FunctionType, owner: object) -> str:
+    code, told = function.__code__, (inspect.getdoc(getattr(type(owner), function.__name__, None)) or "").split("\n")[0]
+    called = f"{type(owner).__name__}.{function.__name__}" if owner is not None else name
+    wanted = f" Its description: {told}" if told else ""
+    return (
+        f"lightrl had called {called}(), at line {code.co_firstlineno} of {code.co_filename}: check what it returned."
+        f"{wanted}"
+    )

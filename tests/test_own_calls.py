@@ -1,0 +1,88 @@
+"""An error in lightrl's own code names the user's function whose result it could not use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from torch import nn
+
+from lightrl.config import GRPOConfig
+from lightrl.own_calls import called_own_code
+from lightrl.rank_board import describe
+from lightrl.strategy import create_strategy
+from lightrl.strategy.torch_native import SingleStrategy
+from lightrl.testing.tiny_training import fresh, tiny_policy, train
+from lightrl.trainers.lifetime import _refuse
+
+
+class Groupless(SingleStrategy):
+    def group_batches(self, data: Sequence[Any]) -> Any: ...
+
+
+class Normless(SingleStrategy):
+    def apply_gradients(self, *positional: Any) -> Any:
+        super().apply_gradients(*positional)
+
+
+class Weightless(SingleStrategy):
+    def full_parameters(self, model: nn.Module, dtype: Any = None) -> Any: ...
+
+
+class Raising(SingleStrategy):
+    def group_batches(self, data: Sequence[Any]) -> Any:
+        raise TypeError("'NoneType' object, which this line of the user's names")
+
+
+def strategy_of(kind: type) -> SingleStrategy:
+    strategy: Any = create_strategy(GRPOConfig(strategy=f"{__name__}:{kind.__name__}", canary_every=0))
+    strategy.setup_distributed()
+    return strategy
+
+
+def update(strategy: SingleStrategy) -> None:
+    policy, _ = fresh(strategy)
+    train(strategy, policy, 0)
+
+
+def sync(strategy: SingleStrategy) -> None:
+    strategy.setup_inference_engine(strategy.args, "native", actor=strategy.prepare_model(tiny_policy()))
+
+
+def error_of(act: Callable[..., None], kind: type) -> TypeError:
+    with pytest.raises(TypeError) as caught:
+        act(strategy_of(kind))
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("act", "kind", "method"),
+    [
+        (update, Groupless, "group_batches"),
+        (update, Normless, "apply_gradients"),
+        (sync, Weightless, "full_parameters"),
+    ],
+)
+def test_a_method_that_returned_nothing_is_named(act: Callable[..., None], kind: type, method: str) -> None:
+    line = getattr(kind, method).__code__.co_firstlineno
+    told = f"lightrl had called {kind.__name__}.{method}(), at line {line} of {__file__}: check what it returned."
+    description = describe(error_of(act, kind)).splitlines()[-1]
+    assert description.startswith(told)
+    assert " Its description: " in description  # that of lightrl's own method, which it overrides
+
+
+def test_an_error_in_the_users_own_line_is_left_alone() -> None:
+    assert called_own_code(error_of(update, Raising)) == ""
+
+
+def test_an_error_of_lightrl_alone_names_no_function() -> None:
+    with pytest.raises(NotImplementedError, match="no inference engine") as caught:
+        create_strategy(GRPOConfig(strategy="single")).serving.require_engine()
+    assert called_own_code(caught.value) == ""
+
+
+def test_a_mistake_before_the_training_names_the_function_too(capsys: pytest.CaptureFixture[str]) -> None:
+    error = error_of(update, Groupless)
+    _refuse(error, error)
+    assert "non-iterable NoneType object\nlightrl had called Groupless.group_batches()" in capsys.readouterr().err
