@@ -10,6 +10,7 @@ by its logprobs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import compress
 from typing import NamedTuple
 
 import torch
@@ -308,7 +309,4 @@ class RankAgreement:
         found = dict(zip(self._read, self._sums.totals().tolist(), strict=True))
         totals = torch.tensor([found.get(name, 0) for name in self._order])
         largest, smallest = self._comm.all_reduce(torch.stack([totals, ~totals]), "max")  # ~x falls as x grows
-        are_equal = (largest == ~smallest).tolist()
-        return [
-            f"{name} differs between the ranks" for name, same in zip(self._order, are_equal, strict=True) if not same
-        ]
+        return [f"{name} differs between the ranks" for name in compress(self._order, largest != ~smallest)]

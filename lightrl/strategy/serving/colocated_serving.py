@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -196,10 +197,12 @@ class ColocatedServing:
     def _update_alike(self, weights: NamedTensors, version: int, *, expected: KnownWeights | None) -> SyncReport:
         """Updates the engine's weights, and proves that all ranks sent the same ones."""
         engine, agreement = self.require_engine(), RankAgreement(self.group.comm, expected)
+        watched = agreement.watched(weights)
         try:
-            report = engine.update_weights(agreement.watched(weights), version, expected=expected)
+            report = engine.update_weights(watched, version, expected=expected)
         except WeightSyncError:
-            agreement.problems()  # which the other ranks wait in
+            deque(watched, maxlen=0)  # what the engine did not take: the other ranks wait for it
+            agreement.problems()  # and here
             raise
         problems = agreement.problems()
         engine.version = None  # until it is known that all ranks have the weights: they generate together

@@ -119,9 +119,9 @@ PROMPTS = [EnginePrompt(token_ids=(1, 2)), EnginePrompt(token_ids=(3,))]
 PARAMS = [SamplingParams(max_new_tokens=1, n=2), SamplingParams(max_new_tokens=1)]
 
 
-def started(trainer: Trainer, serving: ColocatedServing) -> DictEngine:
+def started(trainer: Trainer, serving: ColocatedServing, name: str = f"{__name__}:dict_engine") -> DictEngine:
     options = StrategyOptions(canary_every=0)
-    engine = serving.start(f"{__name__}:dict_engine", model=trainer.model, tokenizer=None, options=options)
+    engine = serving.start(name, model=trainer.model, tokenizer=None, options=options)
     assert isinstance(engine, DictEngine)
     return engine
 
@@ -237,6 +237,35 @@ def test_a_sync_that_sends_something_else_is_refused() -> None:
     with pytest.raises(WeightSyncError, match="weight differs from the trainer's"):
         serving.sync_weights(trainer.model)
     assert serving.require_engine().needs_weights
+
+
+class Careless(DictEngine):
+    """Takes the weights of its first sync only."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        if not self.weights:
+            super().load_weights(weights, version)
+
+
+def careless_engine(**_: object) -> Careless:
+    return Careless()
+
+
+def test_weights_that_an_engine_does_not_take_are_still_gathered_with_the_other_ranks() -> None:
+    trainer, taken = Trainer(), []
+
+    def gathered(model: nn.Module, *_: object) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in model.named_parameters():
+            taken.append(name)  # where other ranks would wait
+            yield name, parameter.detach()
+
+    serving = ColocatedServing(trainer, StrategyOptions(canary_every=0))
+    serving.group.comm.world = 2  # the other rank is as this one
+    started(trainer, serving, f"{__name__}:careless_engine")
+    trainer.full_parameters = gathered  # type: ignore[method-assign]
+    with pytest.raises(WeightSyncError, match="missing weight"):
+        serving.sync_weights(trainer.model)
+    assert taken == ["weight"]
 
 
 def test_without_an_engine_there_is_nothing_to_wake_and_nothing_to_ask() -> None:
