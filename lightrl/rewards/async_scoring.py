@@ -192,7 +192,7 @@ class AsyncRunner(UnitRunner):
         call = self.reward(unit[0] if self.kind.scope == "sample" else [*unit])
         try:
             returned = await _in_time(without_exit(call), timeout_s)
-            values = [returned] if self.kind.scope == "sample" else listed(returned)
+            values = [returned] if self.kind.scope == "sample" else listed(returned, len(unit))
         except Exception as error:
             if self.goes_on_singly(unit, budget):
                 return [outcome for sample in unit for outcome in await self._await_call([sample], budget)]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, islice
 from typing import Any
 
 from lightrl.records import Sample
@@ -51,7 +51,7 @@ class UnitRunner(RewardRunner):
         return self.checked(unit, values)
 
     def _values_of(self, unit: list[Sample]) -> Any:
-        return listed(self.reward([*unit]))  # its own list, which it may sort or empty
+        return listed(self.reward([*unit]), len(unit))  # its own list, which it may sort or empty
 
     def goes_on_singly(self, unit: list[Sample], budget: FailureBudget) -> bool:
         """Returns whether a batch that failed is scored again sample by sample.
@@ -69,6 +69,11 @@ class UnitRunner(RewardRunner):
         return [score_outcome(self.name, sample, value) for sample, value in zip(unit, values, strict=True)]
 
 
-def listed(returned: Any) -> Any:
-    """Returns the values of one call as a list, and what has none, such as None, as it is."""
+def listed(returned: Any, count: int) -> Any:
+    """Returns the values of one call as a list, and what has none, such as None, as it is.
+
+    A generator may have no end: one value too many is enough to refuse it.
+    """
+    if isinstance(returned, Iterator):
+        return list(islice(returned, count + 1))
     return list(returned) if isinstance(returned, Iterable) else returned

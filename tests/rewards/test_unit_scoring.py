@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 import pytest
@@ -50,6 +51,26 @@ def test_a_failing_batch_is_tried_singly_where_failures_are_allowed() -> None:
         assert len(budget.failures) == 1
         with pytest.raises(RewardError, match="on 3 samples, first prompt 10"):
             run(reward, [answered("1"), answered("x"), answered("2")])
+
+
+def test_a_generator_without_an_end_is_refused() -> None:
+    @batch_reward
+    def endless(samples: Sequence[Sample]) -> Any:
+        return repeat(1.0)
+
+    @batch_reward
+    async def endless_async(samples: Sequence[Sample]) -> Any:
+        return repeat(1.0)
+
+    @group_reward
+    def lazy(samples: Sequence[Sample]) -> Any:
+        return (float(sample.text) for sample in samples)
+
+    samples = [answered("1"), answered("2")]
+    for reward in (endless, endless_async):
+        with pytest.raises(RewardError, match="returned 3 numbers for 2 samples"):
+            run(reward, samples)
+    assert score(lazy, samples) == [1.0, 2.0]
 
 
 def test_a_unit_has_the_time_of_all_its_samples() -> None:
