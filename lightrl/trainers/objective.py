@@ -43,6 +43,7 @@ from lightrl.rewards.scoring import has_reward
 from lightrl.trainers.coefficients import Coefficients
 from lightrl.trainers.loss_terms import LossTerm, MicroBatch, optional_terms
 from lightrl.trainers.own_advantage import OwnAdvantage
+from lightrl.trainers.own_function import OwnFunction
 from lightrl.trainers.router_terms import RouterTerm
 from lightrl.trainers.token_selection import needs_selection
 
@@ -271,10 +272,14 @@ def _load_with(
         raise _given_twice(given, parameters, option)
     try:
         function = load(kind, name, {**parameters, **given})
-        _check_result(kind, function(*trial()))
+        _check_result(kind, result := function(*trial()))
     except (ValueError, TypeError, ZeroDivisionError) as error:
         raise _failed_trial(str(error), f"--{option}", name, parameters, given) from error
-    return OwnAdvantage.of(name, function) if kind == "advantage" and name not in BUILTIN[kind] else function
+    if name in BUILTIN[kind]:
+        return function
+    if kind == "advantage":
+        return OwnAdvantage.of(name, function)
+    return OwnFunction.of(f"--{option} {name}", function, type(result))
 
 
 def _check_result(kind: Kind, result: object) -> None:
