@@ -36,6 +36,7 @@ from lightrl.models.lora import require_peft
 from lightrl.models.option_names import naming
 from lightrl.models.policy import check_model_folder, load_config
 from lightrl.plan.fit import SAFE_SHARE, changed, choose, fits, flags_of, remedies
+from lightrl.plan.named import check_named
 from lightrl.plan.peaks import Machine, Models, plan_run
 from lightrl.plan.spread import num_trainers, strategy_name
 from lightrl.plan.text import as_json, size_text, table, verdict
@@ -100,6 +101,10 @@ def dry_run(config: RunConfig) -> int:
     """Plans a run for the ranks and devices on which it was started; rank 0 prints."""
     if isinstance(config, EvaluateConfig):
         exit_with_user_error(ValueError("--dry_run plans a run that trains, and an evaluation does not: leave it out."))
+    try:
+        check_named(config)
+    except (ValueError, OSError, ImportError) as error:
+        exit_with_user_error(error)
     name = type(config).__name__.removesuffix("Config").lower()
     return _plan(config, PlanConfig(), name, is_here=True)
 

@@ -258,7 +258,7 @@ def load_reward(name: str, parameters: Mapping[str, Any] | None = None) -> AnyRe
     A class is constructed with the parameters; they are bound to the keyword-only parameters of a function. Values that
     are texts are converted to the declared type.
     """
-    reward = resolve_name(BUILTIN_REWARDS[name]) if name in BUILTIN_REWARDS else _own_reward(name)
+    reward = resolve_name(BUILTIN_REWARDS[name]) if name in BUILTIN_REWARDS else own_reward(name)
     if not callable(reward):
         raise _not_a_function(name, reward)
     given = _checked_parameters(name, reward, parameters or {})
@@ -267,7 +267,7 @@ def load_reward(name: str, parameters: Mapping[str, Any] | None = None) -> AnyRe
     return cast(AnyReward, partial(reward, **given) if given else reward)
 
 
-def _own_reward(name: str) -> Any:
+def own_reward(name: str) -> Any:
     """Loads a user's reward from a file or a module."""
     if name.endswith(".py") and Path(name).is_file():
         raise _no_function_named(Path(name))
