@@ -6,6 +6,8 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightrl.imports import place_of
+
 # How lightrl calls the methods that a strategy may write: values by position, then names. The weight of backward() and
 # is_boundary of optimizer_step() are left out, because lightrl keeps them to itself if prepare_model() is its own.
 _CALLS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
@@ -47,7 +49,20 @@ def checked_class(name: str, kind: Any, base: type) -> type[Any]:
                 f"{kind.__name__}.{method}{signature} of strategy {name!r} cannot be called as {call}, as lightrl "
                 f"does: {error}. {_REMEDIES.get(method, _REMEDY)}"
             ) from None
+    _check_joins(name, kind, base)
     return kind
+
+
+def _check_joins(name: str, kind: type[Any], base: type[Any]) -> None:
+    """Raises ValueError for a setup_distributed() in which each rank would stay a world of its own."""
+    function = inspect.getattr_static(kind, "setup_distributed")
+    if not inspect.isfunction(function) or function is base.setup_distributed:
+        return
+    if not {"setup_distributed", "connect"}.intersection(inspect.unwrap(function).__code__.co_names):
+        raise ValueError(
+            f"{kind.__name__}.setup_distributed() of strategy {name!r} does not call super().setup_distributed(...), "
+            f"which connects the ranks and picks the device{place_of(function)}. Call it first, with its arguments."
+        )
 
 
 def no_model(kind: type, returned: object) -> TypeError:

@@ -62,6 +62,17 @@ class Discarding(SingleStrategy):
         super().prepare_model(model)
 
 
+class Alone(SingleStrategy):
+    def setup_distributed(self, timeout: Any = None, num_gpu_per_node: int = 8) -> None:
+        self.comm.barrier()
+
+
+class Announced(SingleStrategy):
+    def setup_distributed(self, timeout: Any = None, num_gpu_per_node: int = 8) -> None:
+        super().setup_distributed(timeout, num_gpu_per_node)
+        self.print("joined")
+
+
 class Simple(StrategyBase):
     """Its model is placed by lightrl, which then keeps weight and is_boundary to itself."""
 
@@ -114,7 +125,13 @@ def test_the_strategies_of_lightrl_take_these_calls() -> None:
         assert checked_class(name, strategy_class(name), StrategyBase) is strategy_class(name)
 
 
-@pytest.mark.parametrize("kind", [Simple, Decorated])
+def test_a_strategy_whose_ranks_would_not_join_is_named() -> None:
+    wanted = r"Alone.setup_distributed\(\) of strategy '.*:Alone' does not call super\(\).*test_own_class"
+    with pytest.raises(ValueError, match=wanted):
+        create_strategy(GRPOConfig(strategy=f"{__name__}:Alone"))
+
+
+@pytest.mark.parametrize("kind", [Simple, Decorated, Announced])
 def test_what_lightrl_can_call_is_taken(kind: type) -> None:
     assert checked_class("own", kind, StrategyBase) is kind
 
