@@ -43,20 +43,29 @@ def called_own_code(error: BaseException) -> str:
 
 
 def _own_functions(frame: FrameType, line: int) -> Iterator[tuple[str, FunctionType, Any]]:
-    """Yields name, function and owner of each user's function that is called in a line."""
+    """Yields name, function and owner of each user's function that is called in a line, or made a None in it."""
     try:
         tree = ast.parse("".join(linecache.getlines(frame.f_code.co_filename)))
     except SyntaxError:  # the file was changed during the run
         return
     scope = {**frame.f_globals, **frame.f_locals}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and node.lineno <= line <= (node.end_lineno or line):
+    here = [node for node in ast.walk(tree) if _spans(node, line)]
+    lacking = {node.id for node in here if isinstance(node, ast.Name) and scope.get(node.id, node) is None}
+    before = (node for node in ast.walk(tree) if frame.f_code.co_firstlineno < getattr(node, "lineno", 0) < line)
+    assigned = [node for node in before if isinstance(node, ast.Assign)]
+    made = [node.value for node in assigned if lacking.intersection(map(ast.unparse, node.targets))]
+    for node in (*made, *here):
+        if isinstance(node, ast.Call):
             owner, function = _resolved(node.func, scope)
             while isinstance(function, partial):
                 function = function.func
             function = inspect.unwrap(getattr(function, "__func__", function)) if callable(function) else None
             if isinstance(function, FunctionType) and is_own(Path(function.__code__.co_filename)):
                 yield ast.unparse(node.func), function, owner
+
+
+def _spans(node: ast.AST, line: int) -> bool:
+    return isinstance(node, ast.expr) and node.lineno <= line <= (node.end_lineno or line)
 
 
 def _resolved(node: ast.expr, scope: Mapping[str, Any]) -> tuple[Any, Any]:

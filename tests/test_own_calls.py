@@ -14,6 +14,7 @@ from lightrl.rank_board import describe
 from lightrl.strategy import create_strategy
 from lightrl.strategy.torch_native import SingleStrategy
 from lightrl.testing.tiny_training import fresh, tiny_policy, train
+from lightrl.trainers.fit import Trainer, _one_step
 from lightrl.trainers.lifetime import _refuse
 
 
@@ -33,6 +34,25 @@ class Weightless(SingleStrategy):
 class Raising(SingleStrategy):
     def group_batches(self, data: Sequence[Any]) -> Any:
         raise TypeError("'NoneType' object, which this line of the user's names")
+
+
+class Stepless(Trainer):
+    """A trainer of which one step is taken, without the rest of a run."""
+
+    step_index, observers, watch = 0, (), None
+
+    def __init__(self) -> None: ...
+
+    def step(self) -> Any: ...
+
+    def finish_step(self) -> None: ...
+
+    def evaluate(self) -> dict[str, float]:
+        return {}
+
+
+class Log:
+    def write_samples(self, experience: Any) -> None: ...
 
 
 def strategy_of(kind: type) -> SingleStrategy:
@@ -70,6 +90,13 @@ def test_a_method_that_returned_nothing_is_named(act: Callable[..., None], kind:
     description = describe(error_of(act, kind)).splitlines()[-1]
     assert description.startswith(told)
     assert " Its description: " in description  # that of lightrl's own method, which it overrides
+
+
+def test_a_result_that_is_used_in_a_later_line_is_traced_to_its_function() -> None:
+    with pytest.raises(AttributeError, match="'NoneType' object has no attribute 'experience'") as caught:
+        _one_step(Stepless(), Log())  # type: ignore[arg-type]
+    assert called_own_code(caught.value).startswith("lightrl had called Stepless.step(), at line ")
+    assert "Draws the batch of step step_index and learns from it once." in describe(caught.value)
 
 
 def test_an_error_in_the_users_own_line_is_left_alone() -> None:
