@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from lightrl.config import nearest_name
 from lightrl.own_calls import is_own
+from lightrl.torch_settings import kept_by_import
 
 # Errors that a program prints without a traceback, or that end it silently. If a user's code raises one of them while
 # it is loaded, the message has to name the line.
@@ -49,7 +50,8 @@ def _load_own(name: str, builtin: Mapping[str, str], what: str, example: str) ->
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        module = importlib.import_module(module_name)
+        with kept_by_import(module_name):
+            module = importlib.import_module(module_name)
     except BARE as error:
         _raise_unless_ours(error, module_name, f"The {what} {name!r}")
     if not hasattr(module, attribute):

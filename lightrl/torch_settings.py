@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -15,7 +16,23 @@ def settings_kept(what: str) -> Iterator[None]:
         raise _changed(what, before, after)
 
 
-def _settings() -> Mapping[str, object]:
+@contextmanager
+def kept_by_import(module: str) -> Iterator[None]:
+    """Raises RuntimeError with the name of a user's module, which the body imports, if that changes settings of torch.
+
+    The precision of float32 is not one of them here: a module may choose it for the whole run.
+    """
+    if "torch" not in sys.modules:
+        yield
+        return
+    before = _settings()
+    yield
+    after = {name: before[name] if name.endswith("fp32_precision") else now for name, now in _settings().items()}
+    if after != before:
+        raise _changed(f"The import of {module}", before, after)
+
+
+def _settings() -> dict[str, object]:
     import torch  # noqa: PLC0415  (processes of isolated rewards start without it)
 
     return {

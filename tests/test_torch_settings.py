@@ -1,10 +1,12 @@
 """Settings of torch that a user's code changes and leaves."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
+from lightrl.rewards import load_reward
 from lightrl.torch_settings import settings_kept
 
 CHANGES: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
@@ -56,3 +58,35 @@ def test_what_is_set_back_is_allowed_and_an_error_passes() -> None:
     with pytest.raises(KeyError), settings_kept("The reward 'mine'"):
         raise KeyError("of the body")
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    ("line", "undo"),
+    [
+        ("torch.set_default_dtype(torch.float64)", lambda: torch.set_default_dtype(torch.float32)),
+        ("torch.set_default_device('meta')", lambda: torch.set_default_device(None)),
+        ("torch.set_grad_enabled(False)", lambda: torch.set_grad_enabled(True)),
+    ],
+)
+def test_a_module_that_changes_settings_when_it_is_imported_is_named(
+    line: str, undo: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    name = f"careless_{abs(hash(line))}"
+    (tmp_path / f"{name}.py").write_text(f"import torch\n{line}\ndef mine(sample): return 1.0\n")
+    for reward, module in ((f"{name}:mine", name), (f"{tmp_path / name}.py:mine", f"{tmp_path / name}.py")):
+        try:
+            with pytest.raises(RuntimeError, match=f"The import of {module} has changed settings of torch"):
+                load_reward(reward)
+        finally:
+            undo()
+
+
+def test_a_module_may_choose_the_precision_of_products(tmp_path: Path) -> None:
+    (tmp_path / "fast.py").write_text(
+        "import torch\ntorch.set_float32_matmul_precision('high')\ndef mine(sample): return 1.0\n"
+    )
+    try:
+        assert callable(load_reward(f"{tmp_path / 'fast.py'}:mine"))
+    finally:
+        torch.set_float32_matmul_precision("highest")

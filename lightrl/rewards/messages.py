@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from lightrl.rewards.scoring import reward_name, unwrapped
+from lightrl.torch_settings import kept_by_import
 
 _LENGTH = struct.Struct("<Q")
 _FILE_MODULE_PREFIX = "lightrl_reward_file_"
@@ -95,7 +96,8 @@ def run_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module  # dataclasses and pickle look up a class's module there
     try:
-        spec.loader.exec_module(module)
+        with kept_by_import(str(path)):
+            spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[module_name]
         raise
