@@ -81,7 +81,7 @@ def train(arguments: Sequence[str], program: str = "lightrl train") -> None:
 def plan(arguments: Sequence[str]) -> int:
     """Plans the run of the trainer that the first argument names, without starting it."""
     configs = {name: program.config for name, program in TRAINERS.items()}
-    return int(resolve_name("lightrl.plan.plan_program:plan")(configs, arguments))
+    return int(resolve_name("lightrl.plan.command:plan")(configs, arguments))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lightrl.config import EvaluateConfig, option_names, parse_config
-from lightrl.plan.plan_program import PlanConfig
+from lightrl.plan.command import PlanConfig
 from lightrl.programs import COMMANDS, TRAINERS
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -19,7 +19,7 @@ from torch.distributed.run import get_args_parser
 
 from lightrl.config import option_names
 from lightrl.doctor.report import DoctorConfig
-from lightrl.plan.plan_program import PlanConfig
+from lightrl.plan.command import PlanConfig
 from lightrl.programs import COMMANDS
 from lightrl.testing import run_spmd
 from lightrl.trainers import harness_run

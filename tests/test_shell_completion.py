@@ -7,7 +7,7 @@ import pytest
 
 from lightrl.config import option_names
 from lightrl.doctor.report import DoctorConfig
-from lightrl.plan.plan_program import PlanConfig
+from lightrl.plan.command import PlanConfig
 from lightrl.programs import COMMANDS, Run
 from lightrl.report import program as report_program
 from lightrl.shell_completion import _OWN_OPTIONS, main

@@ -7,8 +7,6 @@ import json
 import os
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +24,12 @@ from lightrl.config import (
     RunConfig,
     check_own_options,
     exit_with_user_error,
-    option,
-    option_names,
-    parse_config,
     print_text,
 )
-from lightrl.config.help import whole_help
 from lightrl.models.lora import require_peft
 from lightrl.models.option_names import naming
 from lightrl.models.policy import check_model_folder, load_config
+from lightrl.plan.command import PlanConfig
 from lightrl.plan.fit import SAFE_SHARE, changed, choose, fits, flags_of, remedies
 from lightrl.plan.named import check_named
 from lightrl.plan.peaks import Machine, Models, plan_run
@@ -45,56 +40,7 @@ from lightrl.strategy.layout.meshes import MeshSizes, check_mesh
 from lightrl.strategy.layout.tensor_parallel import check_parameters, check_splits
 
 _UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_HELP = ("-h", "--help", "--help-all")
 _RESPONSE = 512  # assumed tokens of an example, as data is not read
-
-
-@dataclass(kw_only=True)
-class PlanConfig:
-    """Say how much memory a run needs and whether it fits, from the options of its trainer and those below.
-
-    Only the model's config.json is read, and adapter_config.json of --lora.others. The exit code is 0 if the run fits,
-    else 1.
-    """
-
-    ranks: int = option(0, at_least=0)
-    """Number of ranks. 0: those that torchrun started, or 1."""
-    device_memory: str = ""
-    """Memory of a device, such as 24GB or 80GiB. Empty: that of this machine's GPU, if it has one."""
-    prompt_tokens: int = option(256, at_least=1)
-    """Tokens of a prompt. The data is not read."""
-    response_tokens: int = option(0, at_least=0)
-    """Tokens of a response. 0: --max_new_tokens, or 512 for sft, rm and dpo."""
-    fit: bool = False
-    """Choose options with which the run fits, and print them."""
-    json: bool = False
-    """Print the plan as JSON, with all sizes in bytes."""
-
-
-def plan(trainers: Any, arguments: Sequence[str]) -> int:
-    """Plans a run of the trainer that the first argument names; returns the exit code.
-
-    trainers: the trainers' config classes by name.
-    """
-    name, words = (arguments[0], list(arguments[1:])) if arguments else ("--help", [])
-    if name in _HELP:
-        return _print_help("|".join(trainers))
-    if name not in trainers:
-        told = f"lightrl plan {name}: choose one of {', '.join(trainers)}, such as lightrl plan grpo."
-        exit_with_user_error(ValueError(told))
-    if words and words[-1] in _HELP:
-        return _print_help(name)
-    own, rest = _split(words)
-    config = parse_config(trainers[name], rest, f"lightrl plan {name}")
-    return _plan(config, parse_config(PlanConfig, own, f"lightrl plan {name}"), name)
-
-
-def _print_help(name: str) -> int:
-    print_text(
-        f"{whole_help(PlanConfig, f'lightrl plan {name} [OPTIONS OF THE TRAINER]')}\n\n"
-        f"lightrl train {name} --help explains the options of the trainer."
-    )
-    return 0
 
 
 def dry_run(config: RunConfig) -> int:
@@ -106,10 +52,14 @@ def dry_run(config: RunConfig) -> int:
     except (ValueError, OSError, ImportError) as error:
         exit_with_user_error(error)
     name = type(config).__name__.removesuffix("Config").lower()
-    return _plan(config, PlanConfig(), name, is_here=True)
+    return plan_of(config, PlanConfig(), name, is_here=True)
 
 
-def _plan(config: RunConfig, asked: PlanConfig, name: str, *, is_here: bool = False) -> int:
+def plan_of(config: RunConfig, asked: PlanConfig, name: str, *, is_here: bool = False) -> int:
+    """Plans a run and prints the plan on rank 0; returns the exit code.
+
+    name: of the trainer. is_here: whether the run would have the ranks and the device of this process.
+    """
     try:
         machine = machine_of(config, asked, is_here=is_here)
         check_own_options(config, strategy_class(config.strategy))
@@ -250,16 +200,3 @@ def _config_at(path: str, trust_remote_code: bool) -> Any:
         return AutoConfig.for_model(**fields)
     except Exception as error:  # transformers' checks of a config raise errors of their own
         raise ValueError(f"--model {path} is no config.json of a model ({' '.join(str(error).split())}).") from error
-
-
-def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits arguments into the options of the plan and those of the trainer."""
-    own: list[str] = []
-    rest: list[str] = []
-    names = {f"__{name}" for name in option_names(PlanConfig)}
-    target = rest
-    for word in words:
-        if word.startswith("--"):
-            target = own if word.partition("=")[0].replace("-", "_") in names else rest
-        target.append(word)
-    return own, rest

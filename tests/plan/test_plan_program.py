@@ -19,23 +19,6 @@ def model(small_config: Any, tmp_path: Path) -> str:
     return str(tmp_path / "config.json")
 
 
-@pytest.mark.parametrize("words", [["--help"], ["grpo", "--help"], ["grpo", "--lr", "1e-6", "-h"]])
-def test_the_help_explains_the_options_of_the_plan(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *words]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("usage: lightrl plan grpo")
-    assert "--device_memory STR\n" in said
-    assert said.endswith(" --help explains the options of the trainer.\n")
-    assert "lightrl train grpo" in said.splitlines()[-1]
-
-
-def test_the_help_about_a_word_is_about_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main(["plan", "grpo", "--help", "lora"])
-    assert not end.value.code
-    assert "--lora.rank INT\n" in capsys.readouterr().out
-
-
 def test_the_exit_code_says_whether_a_run_fits(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["plan", "grpo", "--model", model, "--ranks", "4", "--strategy", "fsdp", "--max_new_tokens", "64"]
     assert main([*asked, "--device_memory", "1GB", "--dtype", "bfloat16"]) == 0

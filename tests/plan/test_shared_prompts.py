@@ -13,9 +13,10 @@ from lightrl.config import GRPOConfig, PPOConfig, SFTConfig
 from lightrl.config.strategy import DistributedConfig
 from lightrl.data.packing import split_micro_batches
 from lightrl.plan.batches import Batches, batches_of, flops_of_step, passes_of
+from lightrl.plan.command import PlanConfig
 from lightrl.plan.models import policy_of
 from lightrl.plan.peaks import Machine, Models, Plan, plan_run
-from lightrl.plan.plan_program import PlanConfig, machine_of
+from lightrl.plan.plan_program import machine_of
 from lightrl.plan.shared_prompts import sharing_of, with_shared_prompts
 from lightrl.records import Experience, Prompt
 from lightrl.sharing.tree import num_computed
