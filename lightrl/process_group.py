@@ -62,6 +62,17 @@ def join(device: torch.device, timeout: timedelta) -> Store:
     return store
 
 
+def why_not_joined(error: BaseException) -> str:
+    """Returns a sentence about an error of torch's store before there was a process group; empty for other errors."""
+    if dist.is_initialized() or not isinstance(error, dist.DistStoreError | dist.DistNetworkError):
+        return ""
+    world, host = os.environ.get("WORLD_SIZE", "?"), os.environ.get("MASTER_ADDR", "?")
+    return (
+        f"Not all {world} ranks have joined within --distributed.timeout_s: one has failed, was not started, or cannot "
+        f"reach {host} (MASTER_ADDR). Look at the output of the other ranks."
+    )
+
+
 def _leave(process: int) -> None:
     """Destroys a group that no program closed: threads of gloo abort a process that is torn down before them.
 

@@ -19,7 +19,7 @@ from lightrl.process_group import (
     join,
     store_of,
 )
-from lightrl.testing import run_spmd
+from lightrl.testing import free_port, run_program, run_spmd
 
 UNCLOSED = Path(__file__).parent / "programs" / "unclosed_program.py"
 
@@ -116,3 +116,16 @@ def test_an_open_group_is_destroyed_at_exit_unless_the_program_failed(
         monkeypatch.delattr(sys, "last_type", raising=False)
     process_group._leave(os.getpid())
     assert len(calls) == destroyed
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_whose_others_never_join_says_so(rank: int, tmp_path: Path) -> None:
+    script = Path(__file__).parents[1] / "scripts" / "train_grpo.py"
+    command = [sys.executable, str(script), "--distributed.timeout_s", "2", "--output_dir", str(tmp_path / "run")]
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    env = {"RANK": str(rank), "WORLD_SIZE": "2", **address}
+    said = run_program(command, timeout_s=100, env=env, expect_failure=True)
+    assert said.rstrip().splitlines()[-1] == (
+        "Not all 2 ranks have joined within --distributed.timeout_s: one has failed, was not started, or cannot reach "
+        "127.0.0.1 (MASTER_ADDR). Look at the output of the other ranks."
+    )

@@ -28,7 +28,7 @@ from lightrl.imports import line_of_own_code
 from lightrl.last_error import leave_error
 from lightrl.metrics import Statistics, Stopwatch
 from lightrl.own_calls import called_own_code
-from lightrl.process_group import rank_name
+from lightrl.process_group import rank_name, why_not_joined
 from lightrl.rank_board import describe
 from lightrl.rewards.own_frames import explain
 from lightrl.rewards.scoring import RewardError
@@ -181,7 +181,8 @@ def _explain(error: BaseException, trainer: StoppableRun | None) -> int:
     if isinstance(error, RankError):
         tell(error)
     else:
-        text = explain(error) if isinstance(error, RewardError) else describe(error).rstrip()
+        text = explain(error) if isinstance(error, RewardError) else describe(error) + why_not_joined(error)
+        text = text.rstrip()
         _say(text)
         leave_error(text)
     return 1
