@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors import SafetensorError
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.record_writer import RecordWriter
@@ -274,6 +275,7 @@ def test_which_errors_are_of_the_disk(tmp_path: Path) -> None:
 
 def train_on_a_small_disk(options: dict[str, Any], root: Path, answer: Any) -> None:
     """A process of its own, since only it sees the disk that it mounts."""
+    torch.set_num_threads(1)  # the threads of OpenMP have not survived the fork
     libc = ctypes.CDLL(None, use_errno=True)
     root.mkdir()
     if libc.unshare(0x20000) or libc.mount(b"none", b"/", None, 0x40000 | 0x4000, None):  # NEWNS; private, all below
