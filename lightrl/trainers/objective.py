@@ -273,7 +273,7 @@ def _load_with(
     try:
         function = load(kind, name, {**parameters, **given})
         _check_result(kind, result := function(*trial()))
-    except (ValueError, TypeError, ZeroDivisionError) as error:
+    except (ValueError, TypeError, ZeroDivisionError, RuntimeError) as error:
         raise _failed_trial(str(error), f"--{option}", name, parameters, given) from error
     if name in BUILTIN[kind]:
         return function
@@ -343,11 +343,11 @@ def _two_logprobs() -> tuple[Tensor, Tensor]:
 
 
 def _two_samples() -> tuple[ScoredSamples]:
-    two = torch.tensor([0.0, 1.0])
+    two = torch.tensor([0.0, 1.0], dtype=torch.float64)  # as a run's rewards: an estimator in float32 must fail here
     samples = ScoredSamples(
         rewards=two,
         group_ids=torch.zeros(2).long(),
-        lengths=torch.ones(2),
+        lengths=torch.ones_like(two),
         baselines=two,
         signal_share=1.0,
         components={"one": Component(two, 1.0)},

@@ -40,6 +40,11 @@ def unmarked(samples: ScoredSamples, *, factor: float = 1.0) -> Tensor:
     return factor * samples.scores
 
 
+def in_float32(samples: ScoredSamples) -> Tensor:
+    same = samples.group_ids[:, None] == samples.group_ids
+    return same.float() @ samples.scores
+
+
 @advantage(whiten=True)
 def whitened(samples: ScoredSamples) -> Tensor:
     return 2 * samples.scores
@@ -299,6 +304,7 @@ def test_own_losses_select_tokens() -> None:
         ({"correction": HERE + "doubled", "correction_args": ("by=x",)}, "--algorithm.correction_args: "),
         ({"advantage": HERE + "unmarked", "advantage_args": ("factor=x",)}, "--algorithm.advantage_args: "),
         ({"advantage": HERE + "half"}, "--algorithm.advantage .*half: "),
+        ({"advantage": HERE + "in_float32"}, "--algorithm.advantage .*in_float32: .*same dtype"),
     ],
 )
 def test_own_functions_are_tried_before_the_run(algorithm: dict[str, Any], text: str) -> None:
