@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -80,6 +80,7 @@ class TokenLoss:
     terms: Tensor  # [N] 0 where nothing is trained
     ratio: Tensor  # [N] before any clip, 0 where nothing is trained
     is_clipped: Tensor  # [N] bool, the tokens that the loss's own rule clipped or left out
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)  # [N] each; their means are logged
 
 
 def masked_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -110,18 +111,20 @@ def k3(log_ratio: Tensor) -> Tensor:
     return torch.expm1(held) - held
 
 
-def token_loss(terms: Tensor, log_ratio: Tensor, is_clipped: Tensor, mask: Tensor) -> TokenLoss:
-    """Builds a TokenLoss and sets the entries of untrained tokens to 0."""
-    if not terms.shape == is_clipped.shape == mask.shape:
-        raise _not_one_per_token(terms, is_clipped, mask)
+def token_loss(terms: Tensor, log_ratio: Tensor, is_clipped: Tensor, mask: Tensor, **metrics: Tensor) -> TokenLoss:
+    """Builds a TokenLoss and sets untrained tokens to 0; the mean of each metric, [N], is logged as loss/NAME."""
+    if any(values.shape != mask.shape for values in (terms, is_clipped, *metrics.values())):
+        raise _not_one_per_token(mask, terms=terms, is_clipped=is_clipped, **metrics)
     ratio = torch.where(mask, torch.exp(log_ratio.detach()), 0.0)
-    return TokenLoss(terms=torch.where(mask, terms, 0.0), ratio=ratio, is_clipped=is_clipped & mask)
+    logged = {f"loss/{name}": torch.where(mask, values.detach(), 0.0) for name, values in metrics.items()}
+    return TokenLoss(terms=torch.where(mask, terms, 0.0), ratio=ratio, is_clipped=is_clipped & mask, metrics=logged)
 
 
-def _not_one_per_token(terms: Tensor, is_clipped: Tensor, mask: Tensor) -> ValueError:
+def _not_one_per_token(mask: Tensor, **given: Tensor) -> ValueError:
+    shapes = " and ".join(f"{name} of shape {[*values.shape]}" for name, values in given.items())
     return ValueError(
-        f"token_loss() got terms of shape {[*terms.shape]} and is_clipped of {[*is_clipped.shape]} for "
-        f"{len(mask)} tokens. Give it one entry for each token; --algorithm.aggregation takes the mean."
+        f"token_loss() got {shapes} for {len(mask)} tokens. Give it one entry for each token; --algorithm.aggregation "
+        "takes the mean of the terms, and a metric is averaged over the tokens."
     )
 
 

@@ -1,10 +1,11 @@
-"""Tools to test lightrl and its plug-ins: real ranks with a hard time-out, and contracts for engines and strategies."""
+"""Tools to test lightrl and its plug-ins: ranks with a hard time-out, a check of losses, contracts of larger parts."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from lightrl.process_group import free_port
+from lightrl.testing.loss_check import check_loss
 from lightrl.testing.spmd import SpmdError, run_program, run_spmd
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ __all__ = [
     "SpmdError",
     "StrategyContract",
     "StrategyParity",
+    "check_loss",
     "free_port",
     "run_program",
     "run_spmd",

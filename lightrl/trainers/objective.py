@@ -361,11 +361,10 @@ def _two_samples() -> tuple[ScoredSamples]:
 def _report(policy: TokenLoss, entropy: Tensor, mask: Tensor, statistics: Statistics) -> None:
     """Adds the metrics of the policy loss before any term changes it; the KL stays 0 unless its term adds to it."""
     count = int(mask.sum())
-    statistics.mean("clip_fraction", float(policy.is_clipped.sum()), count)
-    statistics.mean("ratio/mean", float(policy.ratio.detach().sum()), count)
+    means = {"clip_fraction": policy.is_clipped, "ratio/mean": policy.ratio, "entropy": torch.where(mask, entropy, 0.0)}
+    for name, values in {"kl": torch.zeros(()), **means, **policy.metrics}.items():
+        statistics.mean(name, float(values.detach().sum()), count)
     statistics.maximum("ratio/max", float(policy.ratio.detach().max()) if policy.ratio.numel() else 0.0)
-    statistics.mean("kl", 0.0, count)
-    statistics.mean("entropy", float(torch.where(mask, entropy.detach(), 0.0).sum()), count)
 
 
 def _having_baselines(

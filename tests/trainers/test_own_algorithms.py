@@ -87,6 +87,11 @@ def averaged(tokens: PolicyTokens) -> TokenLoss:
     return token_loss(-tokens.log_ratio.exp().mean(), tokens.log_ratio, ~tokens.mask, tokens.mask)
 
 
+def with_metrics(tokens: PolicyTokens, *, is_per_token: bool = True) -> TokenLoss:
+    surprise = -tokens.logprobs if is_per_token else -tokens.logprobs.mean()
+    return token_loss(tokens.logprobs, tokens.log_ratio, ~tokens.mask, tokens.mask, surprise=surprise)
+
+
 def least_likely(tokens: UpdateTokens, *, fraction: float = 0.5) -> Tensor:
     return tokens.top(-tokens.logprobs, fraction)
 
@@ -271,6 +276,15 @@ def test_own_losses_aggregations_and_corrections_act() -> None:
     assert loss_of(correction=HERE + "doubled") == pytest.approx(-14 / 3)
 
 
+def test_own_losses_report_metrics() -> None:
+    """The mean is over the trained tokens of all micro-batches: the untrained NaN is not read."""
+    loss, statistics = PolicyLoss(AlgorithmConfig(loss=HERE + "with_metrics")), Statistics()
+    for logprobs, mask in (([-1.0, -3.0, -5.0], [True] * 3), ([-11.0, torch.nan, torch.nan], [True, False, False])):
+        micro = dataclasses.replace(batch(), loss_mask=torch.tensor(mask))
+        loss.loss(TokenScores(logprobs=torch.tensor(logprobs), entropy=torch.zeros(3)), micro, statistics)
+    assert statistics.reduce(Comm())["loss/surprise"] == pytest.approx(5.0)  # (1 + 3 + 5 + 11) / 4
+
+
 def test_own_losses_select_tokens() -> None:
     assert loss_of(loss=HERE + "unselected") == pytest.approx(-5 / 3)
     config = AlgorithmConfig(loss=HERE + "unselected", selection_args=("fraction=0.25",))
@@ -299,6 +313,10 @@ def test_own_losses_select_tokens() -> None:
         (
             {"loss": HERE + "averaged"},
             r"--algorithm.loss .*averaged: token_loss\(\) got terms of shape \[\] .* for 2 tok",
+        ),
+        (
+            {"loss": HERE + "with_metrics", "loss_args": ("is_per_token=false",)},
+            r"is_clipped of shape \[2\] and surprise of shape \[\] for 2 tokens",
         ),
         ({"aggregation": HERE + "half", "aggregation_args": ("part=x",)}, "--algorithm.aggregation_args: "),
         ({"correction": HERE + "doubled", "correction_args": ("by=x",)}, "--algorithm.correction_args: "),
