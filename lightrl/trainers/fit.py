@@ -44,6 +44,7 @@ _OBSERVERS = {  # option -> what makes the observer that it asks for
     "export.every": "lightrl.trainers.export:Export",
     "hub.push": "lightrl.trainers.export:Export",
     "log.tokens": "lightrl.trainers.token_log:token_log",
+    "rollout.workflow": "lightrl.trainers.transcript:Transcript",
     "health.max_bad_steps": "lightrl.trainers.health:bad_steps",
     "log.to": "lightrl.trainers.loggers.attach:Loggers",
     "eval.majority": "lightrl.trainers.evaluation:MajorityVotes",
