@@ -46,6 +46,7 @@ NOT_RUN = {
     "docker ": "fetches an image; test_clusters.py has the linter read the file",
     "kubectl apply": "needs a cluster; test_clusters.py checks the file by Kubernetes' own schemas",
     "sky launch": "needs an account; test_clusters.py runs the script that is in the file",
+    "vllm serve": "another project's server; tests/engines loads the same folders in vLLM",
     "source .venv/bin/activate": "changes the reader's own shell",
     "py-spy dump": "another project's program, which not every machine lets look into a process",
 }
