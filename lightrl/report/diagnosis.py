@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from lightrl.config.health_section import GroupHealthConfig, RolloutHealthConfig
 from lightrl.report.run_files import RunFiles
-from lightrl.report.suspicion import paid_without_answer
+from lightrl.report.suspicion import paid_wrongly
 from lightrl.trainers.health import findings as findings_of_step
 from lightrl.wording import counted
 
@@ -152,7 +152,7 @@ def _trend(run: RunFiles) -> Iterator[Finding]:
     evidence = _evidence(run, rewards[start][0], has_risen=spread > _flat(noise), has_fallen=has_fallen)
     solved = _near_the_top(evidence)
     yield Finding("note" if solved else "warning", title, text, "reward/mean")
-    told = (_paid_without_answer(evidence), solved, _gap_to_evaluation(evidence)) if solved else _causes(evidence)
+    told = (_paid_wrongly(evidence), solved, _gap_to_evaluation(evidence)) if solved else _causes(evidence)
     causes = [cause for cause in told if cause]
     yield from causes
     if not causes:
@@ -257,16 +257,9 @@ def _lost(evidence: _Evidence) -> Finding:
     return Finding("warning", "What was learnt is lost again", f"{told} {remedy}", "reward/mean")
 
 
-def _paid_without_answer(evidence: _Evidence) -> Finding | None:
-    paid = paid_without_answer(evidence.run.samples)
-    if paid is None:
-        return None
-    told = (
-        f"Of the logged samples of the last third, those that lack the reference answer got {paid.wrong:.3g} on the "
-        f"mean; those of the run that hold it got {paid.right:.3g}."
-    )
-    remedy = "The reward pays for something else: read the samples that are suspicious first, and test it on them."
-    return Finding("warning", "Responses without the answer are paid as well", f"{told} {remedy}", "reward/mean")
+def _paid_wrongly(evidence: _Evidence) -> Finding | None:
+    paid = paid_wrongly(evidence.run.samples)
+    return paid and Finding("warning", paid.title, paid.text, "reward/mean")
 
 
 def _still_rises(evidence: _Evidence) -> Finding | None:
@@ -419,7 +412,7 @@ def _gap_to_evaluation(evidence: _Evidence) -> Finding | None:
 
 _CAUSES: Sequence[Callable[[_Evidence], Finding | None]] = (
     _all_cut_off,
-    _paid_without_answer,
+    _paid_wrongly,
     _held_back,
     _unmoved,
     _equal_groups,
@@ -433,7 +426,7 @@ _CAUSES: Sequence[Callable[[_Evidence], Finding | None]] = (
     _failures,
     _still_rises,
 )
-_EXPLAIN_THE_REST = (_all_cut_off, _paid_without_answer, _unmoved)
+_EXPLAIN_THE_REST = (_all_cut_off, _paid_wrongly, _unmoved)
 
 
 def summary(run: RunFiles) -> dict[str, Any]:

@@ -61,24 +61,49 @@ def suspicions(samples: Sequence[Row]) -> list[Suspicion]:
     return found
 
 
-class Paid(NamedTuple):
-    """Mean rewards, late in a run, of samples without their reference answer and of samples that contain it."""
+class PaidWrongly(NamedTuple):
+    """What the rewards of right and wrong responses say about the reward: a title and a sentence with its numbers."""
 
-    wrong: float
-    right: float
+    title: str
+    text: str
 
 
-def paid_without_answer(samples: Sequence[Row]) -> Paid | None:
-    """Returns the mean rewards with and without the reference answer, if samples without it get nearly as much."""
+def paid_wrongly(samples: Sequence[Row]) -> PaidWrongly | None:
+    """Returns what is wrong if responses without their reference answer are paid, or those with it are not."""
     answered = [item for item in samples if item.get("answer") not in (None, "")]
     known = [(item, reward) for item in answered if (reward := _reward(item)) is not None]
+    return _paid_without_answer(known) or _unpaid_with_answer(known)
+
+
+def _paid_without_answer(known: Sequence[tuple[Row, float]]) -> PaidWrongly | None:
+    """Returns the mean rewards with and without the answer, if late samples without it get nearly as much."""
     late = max((_step(item) for item, _ in known), default=0) * 2 / 3
     right = [reward for item, reward in known if _holds_answer(item)]
     wrong = [reward for item, reward in known if _step(item) > late and not _holds_answer(item)]
     if min(len(right), len(wrong)) < _FEWEST_PAID:
         return None
-    paid = Paid(statistics.fmean(wrong), statistics.fmean(right))
-    return paid if paid.right > 0 and paid.wrong >= _NEARLY * paid.right else None
+    got, got_right = statistics.fmean(wrong), statistics.fmean(right)
+    if got_right <= 0 or got < _NEARLY * got_right:
+        return None
+    return PaidWrongly(
+        "Responses without the answer are paid as well",
+        f"Of the logged samples of the last third, those that lack the reference answer got {got:.3g} on the mean; "
+        f"those of the run that hold it got {got_right:.3g}. The reward pays for something else: read the samples that "
+        "are suspicious first, and test it on them.",
+    )
+
+
+def _unpaid_with_answer(known: Sequence[tuple[Row, float]]) -> PaidWrongly | None:
+    """Returns how many samples end with their answer, if all of them got the lowest reward."""
+    right = [reward for item, reward in known if _ends_with_answer(item)]
+    lowest = min((reward for _, reward in known), default=0.0)
+    if len(right) < _FEWEST_PAID or max(right) > lowest:
+        return None
+    return PaidWrongly(
+        "Responses with the answer are not paid",
+        f"{len(right)} of {len(known)} logged samples end with the reference answer, and all of them got {lowest:.3g}, "
+        "the lowest reward. The reward may expect another form of the answer: test it on these samples.",
+    )
 
 
 def _step(item: Row) -> float:
@@ -88,6 +113,13 @@ def _step(item: Row) -> float:
 
 def _holds_answer(item: Row) -> bool:
     return _plain(item["answer"]) in _plain(_text(item))
+
+
+def _ends_with_answer(item: Row) -> bool:
+    """Returns whether the last word or words are the answer, apart from marks around them."""
+    answer = item["answer"] if isinstance(item["answer"], str) else json.dumps(item["answer"])
+    words = r"\s+".join(map(re.escape, answer.split()))
+    return bool(words) and re.search(rf"(?<![\w.-]){words}\W*$", _text(item), re.IGNORECASE) is not None
 
 
 def _signs(samples: Sequence[Row], rewarded: Sequence[Row], rewards: Sequence[float]) -> list[_Sign]:

@@ -131,6 +131,23 @@ def test_a_reward_that_pays_wrong_answers_too() -> None:
     assert title not in titles(dataclasses.replace(hacked, samples=wrong * 2))  # the answer is in none: another form
 
 
+def test_a_reward_that_does_not_pay_right_answers() -> None:
+    right = [
+        a_sample(step, 0.0, f"It is {text}") for step, text in enumerate(["178", "178.", "**178**", " 178 \n", "178"])
+    ]
+    wrong = [a_sample(step, 0.0, text) for step, text in enumerate(["178 - 2", "1178", "-178", "0.178"] * 2)]
+    flat = a_run(lambda step: 0.0, reward__equal_groups=1.0)
+    flat.metrics[:] = [row | {"reward/mean": 0.0} for row in flat.metrics]
+    _, cause, *others = diagnose(dataclasses.replace(flat, samples=[*right, *wrong]))
+    assert cause.title == "Responses with the answer are not paid"
+    assert cause.text.startswith(
+        "5 of 13 logged samples end with the reference answer, and all of them got 0, the lowe"
+    )
+    assert "Few groups teach anything" not in [finding.title for finding in others]  # which follows from it
+    for fair in (right[:4], [*right, a_sample(9, 1.0, "178")], [item | {"answer": None} for item in right]):
+        assert cause.title not in titles(dataclasses.replace(flat, samples=[*fair, *wrong]))
+
+
 def test_an_evaluation_that_still_rises_is_told() -> None:
     run = a_run(stops_at_20, eval__reward=lambda step: 0.001 * step)
     assert titles(run)[1:] == ["The evaluation still rises"]
