@@ -41,7 +41,7 @@ class EngineContract:
     engine: ClassVar[str]
     options: ClassVar[StrategyOptions] = StrategyOptions()
     draws_by_seed: ClassVar[bool] = True  # the tokens of a sample depend on (seed, sample, token index) alone
-    constrains_draws: ClassVar[bool] = True  # accepts min_new_tokens and penalties, and includes them in the logprobs
+    constrains_draws: ClassVar[bool] = True  # top-k, top-p, min_new_tokens and penalties count; False: all are refused
     resumes_exactly: ClassVar[bool] = True  # a sample that is aborted and resumed ends as if it had not been stopped
     has_cache: ClassVar[bool] = True  # requests under way can go on with the keys and values of older weights
 
@@ -108,6 +108,32 @@ class EngineContract:
         for item in ready.generate(PROMPTS, [params] * len(PROMPTS)):
             logits = response_logits(source, item)
             assert logits.argmax(-1).tolist() == list(item.output_token_ids)
+
+    def test_a_limit_of_the_draws_that_it_does_not_know_is_refused(self, ready: ColocatedEngine) -> None:
+        if self.constrains_draws:
+            pytest.skip(f"{self.engine} takes all limits")
+        settings: list[dict[str, Any]] = [
+            {"top_k": 2},
+            {"top_p": 0.3},
+            {"min_new_tokens": 2},
+            {"presence_penalty": 1.0},
+        ]
+        for setting in settings:
+            with pytest.raises(ValueError, match=next(iter(setting))):
+                ready.generate(PROMPTS[:1], [SamplingParams(max_new_tokens=4, **setting)])
+
+    def test_top_k_and_top_p_leave_the_likeliest_tokens(self, ready: ColocatedEngine, source: PreTrainedModel) -> None:
+        if not self.constrains_draws:
+            pytest.skip(f"{self.engine} takes no limits")
+        plain = SamplingParams(max_new_tokens=12, ignore_eos=True, n=2, seed=3)
+        for item in ready.generate([[7]], [replace(plain, top_k=2)]):
+            for index, scores in enumerate(response_logits(source, item)):
+                left, token = scores.topk(2), item.output_token_ids[index]
+                assert token in left.indices
+                assert abs(float(scores[token] - left.values.logsumexp(-1)) - item.logprobs[index]) < _TOLERANCE
+        for item in ready.generate([[7]], [replace(plain, top_p=0.3)]):
+            for scores, token in zip(response_logits(source, item), item.output_token_ids, strict=True):
+                assert float(scores.softmax(-1)[scores > scores[token]].sum()) < 0.3 + _TOLERANCE
 
     def test_a_minimum_of_tokens_and_penalties_count_in_the_logprobs(
         self, ready: ColocatedEngine, source: PreTrainedModel
