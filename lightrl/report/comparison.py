@@ -53,7 +53,7 @@ def _ranking(runs: Sequence[RunFiles], metric: str) -> str:
     shown = ", ".join(f"{run.name} {mean:.3g}" for (mean, _), run in ranked)
     (best, noise), (second, other) = ranked[0][0], ranked[1][0]
     is_chance = abs(best - second) <= 2 * (noise**2 + other**2) ** 0.5
-    chance = " The first two differ by no more than steps do." if is_chance else ""
+    chance = " The first two differ by no more than single steps vary." if is_chance else ""
     return f"{metric} up to step {last}, the last that all have: {shown}.{chance}"
 
 

@@ -41,7 +41,7 @@ def test_a_loss_is_better_when_it_is_lower_and_a_missing_metric_ranks_nobody() -
 def test_a_difference_within_the_noise_is_called_so() -> None:
     # the last 4 of 40: means 0.5 and 0.52, each with a standard error of 0.1 / sqrt(4)
     one, two = ([0.0] * 36 + [value - 0.1, value + 0.1] * 2 for value in (0.5, 0.52))
-    assert "differ by no more than steps do" in compare([a_run("one", one, {}), a_run("two", two, {})])[0]
+    assert "differ by no more than single steps vary" in compare([a_run("one", one, {}), a_run("two", two, {})])[0]
     apart = [0.0] * 36 + [0.6, 0.8] * 2  # 0.2 away, and two standard errors of the difference are 0.14
     assert "no more than" not in compare([a_run("one", one, {}), a_run("apart", apart, {})])[0]
 
