@@ -11,12 +11,13 @@ from safetensors import SafetensorError
 from lightrl.config import exit_with_user_error, print_text
 from lightrl.strategy.saving.state_files import HASH_FILE, recompute
 
-_USAGE = "Usage: hash RUN, where RUN is the folder of a run, one of its checkpoints, or a folder with saved weights."
+_USAGE = "Usage: hash RUN..., where RUN is the folder of a run, one of its checkpoints, or a folder with saved weights."
 _HELP = """\
-usage: lightrl hash RUN
+usage: lightrl hash RUN...
 
 Recompute the hashes of saved weights and compare them with those written beside them. RUN is the folder of a run, one
-of its checkpoints, or a folder with saved weights. The exit code is 1 if a hash differs or a file cannot be read."""
+of its checkpoints, or a folder with saved weights; of several, equal weights have equal hashes. The exit code is 1 if a
+hash differs from the one beside it, or a file cannot be read."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,18 +25,21 @@ def main(argv: Sequence[str]) -> int:
     if list(argv) in (["-h"], ["--help"]):
         print_text(_HELP)
         return 0
-    if len(argv) != 1 or argv[0].startswith("-"):
+    if not argv or any(name.startswith("-") for name in argv):
         print_text(_USAGE)
         return 2
-    root = Path(argv[0])
-    folders = saved_folders(root)
-    if not folders:
-        exit_with_user_error(ValueError(_describe_no_run(root)))
-    verdicts = [compared(folder) for folder in folders]
-    for folder, (found, problem) in zip(folders, verdicts, strict=True):
-        name = folder.name if folder == root else folder.relative_to(root).as_posix()
-        sys.stdout.write(f"{found}  {name}{problem and f': {problem}'}\n")
-    return int(any(problem.startswith(("differs", "cannot")) for _, problem in verdicts))
+    saved = [(Path(name), saved_folders(Path(name))) for name in argv]
+    for root, folders in saved:
+        if not folders:
+            exit_with_user_error(ValueError(_describe_no_run(root)))
+    code = 0
+    for root, folders in saved:
+        for folder in folders:
+            found, problem = compared(folder)
+            name = folder.name if folder == root else folder.relative_to(root).as_posix()
+            sys.stdout.write(f"{found}  {name if len(saved) == 1 else folder}{problem and f': {problem}'}\n")
+            code |= problem.startswith(("differs", "cannot"))
+    return int(code)
 
 
 def saved_folders(root: Path) -> list[Path]:

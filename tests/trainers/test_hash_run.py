@@ -39,6 +39,19 @@ def test_a_sound_run_prints_every_hash(run: Path, capsys: pytest.CaptureFixture[
     assert "final: no weights.sha256 to compare with" in capsys.readouterr().out
 
 
+def test_several_folders_are_named_by_their_paths(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folders = [run / "final" / "adapter", run / "checkpoints"]
+    assert main([str(folder) for folder in folders]) == 0
+    lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    step = run / "checkpoints/step-000002"
+    assert [name for _, name in lines] == [str(run / "final/adapter"), str(step), str(step / "critic")]
+    assert len({digest for digest, _ in lines}) == 1
+    with pytest.raises(SystemExit) as ended:  # before it reads any file
+        main([str(run), str(run / "none")])
+    assert ended.value.code == 2
+    assert capsys.readouterr().out == ""
+
+
 def test_a_changed_or_damaged_file_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = run / "final" / "model.safetensors"
     weights = load_file(path)
