@@ -249,6 +249,7 @@ def _names_by_ending(names: Mapping[str, Any]) -> dict[str, list[str]]:
 def _renamers(modules: Mapping[str, nn.Module]) -> list[tuple[str, Callable[[str], str | None]]]:
     """Returns (prefix, rule) for each model that renames, outermost first; _fused_layers reads rules that also fuse.
 
+    modules: in the order of named_modules(), which yields a module before those inside it.
     The attributes of WeightsMapper: https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/model_executor/models/utils.py
     """
     renamers: list[tuple[str, Callable[[str], str | None]]] = []
@@ -256,7 +257,7 @@ def _renamers(modules: Mapping[str, nn.Module]) -> list[tuple[str, Callable[[str
         mapper: Any = getattr(module, "hf_to_vllm_mapper", None) or getattr(module, "hf_to_sglang_mapper", None)
         if mapper is not None and hasattr(mapper, "orig_to_new_prefix"):
             renamers.append((f"{path}." if path else "", partial(_renamed, mapper)))
-    return sorted(renamers, key=lambda item: item[0].count("."))
+    return renamers
 
 
 def _renamed(mapper: Any, name: str) -> str:
