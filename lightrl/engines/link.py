@@ -47,7 +47,6 @@ class Link:
         self.peers = PeerWatch(role)
         self.on_look: Callable[[], None] | None = None  # called at every check for errors of others
         self._num_commands = 0
-        self._num_claims = 0
         self._looked_at = 0.0
 
     def meet(self) -> None:
@@ -152,8 +151,7 @@ class Link:
             number = int(current.split()[0])
             if number >= limit:
                 return None
-            self._num_claims += 1
-            wanted = f"{number + 1} {self._rank} {self._num_claims}"  # unique: nobody else writes the same text
+            wanted = f"{number + 1} {self._rank}"  # unique: nobody else writes the same text
             if self._store.compare_set(key, current, wanted).decode() == wanted:
                 return number
 
