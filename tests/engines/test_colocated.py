@@ -18,7 +18,7 @@ from lightrl.engines.base import (
     check_engine_name,
     create_engine,
 )
-from lightrl.engines.colocated import ColocatedEngine, EngineStatus
+from lightrl.engines.colocated import ColocatedEngine, EngineStatus, _Request
 
 
 class RecordingEngine(InferenceEngine):
@@ -105,8 +105,8 @@ def test_transitions_are_idempotent_and_report_what_was_freed(ready: ColocatedEn
 
 
 def test_completions_come_in_the_order_of_the_prompts(ready: ColocatedEngine) -> None:
-    found = ready.generate([[1], [2], [3]], [TWO] * 3)
-    assert [item.prompt_token_ids for item in found] == [(1,), (2,), (3,)]
+    found = ready.generate([[1], [2] * 6, [3]], [TWO] * 3)  # the second fills the context
+    assert [item.prompt_token_ids for item in found] == [(1,), (2,) * 6, (3,)]
 
 
 @pytest.mark.parametrize(
@@ -195,6 +195,22 @@ class Halfway(RecordingEngine):
         return 100
 
 
+@pytest.mark.parametrize(("num_done", "min_left"), [(0, 4), (3, 1), (5, 0)])
+def test_the_rest_of_a_sample_counts_on_from_what_is_done(num_done: int, min_left: int) -> None:
+    params = SamplingParams(max_new_tokens=9, min_new_tokens=4, n=3, seed=8, first_token=2)
+    partial = replace(
+        SAMPLE,
+        sample_index=2,
+        output_token_ids=(1,) * num_done,
+        logprobs=(-1.0,) * num_done,
+        versions=(0,) * num_done,
+    )
+    prompt, rest = _Request(0, EnginePrompt(token_ids=(5, 6)), params).rest(partial)
+    assert prompt.token_ids == (5, 6, *(1,) * num_done)
+    left = {"max_new_tokens": 9 - num_done, "min_new_tokens": min_left}
+    assert rest == replace(params, n=1, first_sample=2, first_token=2 + num_done, **left)
+
+
 def test_a_failed_sync_or_sleep_loses_no_sample() -> None:
     engine = ColocatedEngine(scripted := Halfway())
     engine.update_weights([("w", torch.zeros(3))], version=4)
@@ -212,6 +228,17 @@ def test_a_failed_sync_or_sleep_loses_no_sample() -> None:
     found = {item.request_id: item.output_token_ids for item in engine.step()}
     assert found == {first: (1, 1, 1), second: (1, 1, 1), third: (1, 1)}
     assert not engine.has_unfinished()
+
+
+def test_samples_of_a_sleeping_engine_enter_it_when_it_is_awake() -> None:
+    engine = ColocatedEngine(scripted := Halfway())
+    engine.update_weights([("w", torch.zeros(3))], version=4)
+    engine.submit([1], SamplingParams(max_new_tokens=5))
+    engine.sleep()
+    engine.update_weights([("w", torch.ones(3))], version=5)
+    assert not scripted.waiting
+    engine.wake()
+    assert [prompt for _, prompt in scripted.waiting] == [(1, 1)]
 
 
 def test_a_failed_step_keeps_the_samples_that_had_ended() -> None:

@@ -1,5 +1,7 @@
 """What two ranks do is in tests/programs/weight_average_program.py."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -48,7 +50,7 @@ def test_a_copy_is_exact_in_the_type_of_the_target() -> None:
     target.to(torch.bfloat16)
     mix_into(target, source, 1.0, strategy)
     assert numbers(target) == [float(torch.tensor(value).bfloat16()) for value in (0.1, 0.3)] + [7.0]
-    same = placed(strategy, 1e8, 1e8, 3)
+    same = placed(strategy, math.inf, 1e8, 3)
     mix_into(same, source, 1.0, strategy)
     assert numbers(same) == numbers(source)
 

@@ -114,7 +114,7 @@ def keep_top(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     rank = torch.arange(scores.shape[1], device=scores.device)
     ordered = ordered.masked_fill(rank >= top_k, float("-inf"))
     probabilities = ordered.softmax(-1, dtype=torch.float64)
-    # A token stays if the mass before it is below p, so the first one always does.
+    # A token stays if the mass before it is below p, and the first one always: a p below 1e-45 is 0 in float32.
     mass_before = _running_sums(probabilities) - probabilities
     ordered = ordered.masked_fill((mass_before >= top_p) & (rank > 0), float("-inf"))
     return torch.empty_like(scores).scatter_(1, order, ordered)

@@ -143,6 +143,17 @@ def test_tokens_do_not_depend_on_what_else_runs(make_engine):
             assert got == expected[index]
 
 
+def test_prompts_that_are_run_in_groups_keep_their_order(make_engine):
+    """A long prompt is run after the short ones, among which it was given."""
+    prompts = [[5], [*range(3, 58), *range(3, 58)], [7], [9]]
+    params = SamplingParams(max_new_tokens=1)
+    done = make_engine().generate(prompts, [params] * 4)
+    alone = [make_engine().generate([prompt], [params])[0] for prompt in prompts]
+    logprobs, expected = ([item.logprobs[0] for item in items] for items in (done, alone))
+    assert [item.output_token_ids for item in done] == [item.output_token_ids for item in alone]
+    assert_close(torch.tensor(logprobs), torch.tensor(expected), atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3"])
 def test_rows_that_are_sorted_and_read_in_parts_give_the_same_logprobs(family, make_engine, tiny_model, monkeypatch):
     monkeypatch.setattr("lightrl.engines.native.engine.LEAST_SAVED_ON_CPU", 8)
@@ -236,7 +247,7 @@ def test_end_tokens_stop_tokens_and_limits_give_the_reasons(make_engine):
 
 def test_abort_returns_what_is_there_and_the_rest_goes_on(make_engine):
     prompts = [[5, 6], [7, 8], [9, 10]]
-    params = [SamplingParams(max_new_tokens=12, seed=i, ignore_eos=True, n=2) for i in range(3)]
+    params = [SamplingParams(max_new_tokens=12, seed=i, ignore_eos=True, n=2, temperature=1.0 + i) for i in range(3)]
     expected = make_engine().generate(prompts, params)
     engine = make_engine(max_num_seqs=5)  # one sample of request 2 waits
     for prompt, param in zip(prompts, params, strict=True):
@@ -370,6 +381,13 @@ def test_logits_that_are_not_finite_name_the_request(make_engine):
     broken = [(name, torch.full_like(tensor, float("nan"))) for name, tensor in engine.model.named_parameters()]
     engine.load_weights(broken, version=3)
     with pytest.raises(RuntimeError, match="request 0, token 2, weight version 3"):
+        engine.step()
+    engine = make_engine()
+    engine.submit([5], SamplingParams(max_new_tokens=5, ignore_eos=True))
+    engine.step()
+    engine.load_weights(broken, version=3)
+    engine.submit([6], SamplingParams(max_new_tokens=5, ignore_eos=True))
+    with pytest.raises(RuntimeError, match="request 1, token 0, weight version 3"):
         engine.step()
 
 

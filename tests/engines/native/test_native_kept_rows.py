@@ -5,6 +5,7 @@ import random
 import weakref
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from test_native_engine import FAMILIES, random_requests
@@ -13,7 +14,8 @@ from tiny_hybrids import tiny_model as tiny_hybrid
 from lightrl.engines.base import EnginePrompt, SamplingParams
 from lightrl.engines.colocated import ColocatedEngine
 from lightrl.engines.native.engine import NativeEngine, empty_copy
-from lightrl.engines.native.kept_rows import KeepingEngine, KeptRow
+from lightrl.engines.native.kept_rows import KeepingEngine, KeptRow, ReturningScheduler
+from lightrl.engines.native.scheduler import Request
 from lightrl.testing import EngineContract
 
 CPU = torch.device("cpu")
@@ -74,6 +76,17 @@ def expect_equal(got, expected):
         assert got[key].output_token_ids == item.output_token_ids
         assert got[key].finish_reason == item.finish_reason
         torch.testing.assert_close(torch.tensor(got[key].logprobs), torch.tensor(item.logprobs), atol=1e-5, rtol=0)
+
+
+def test_requests_that_come_back_enter_first_and_the_others_keep_their_order():
+    scheduler = ReturningScheduler(2, np.zeros(9, np.bool_))
+    for number in range(5):
+        scheduler.submit(Request(number, (1, 2), SamplingParams(max_new_tokens=5)))
+    assert [item.request.request_id for item in scheduler.admit_first({1, 3, 4})] == [1, 3]
+    scheduler.abort({1, 3})
+    assert [item.request.request_id for item in scheduler.admit()] == [4, 0]
+    scheduler.abort({4, 0})
+    assert [item.request.request_id for item in scheduler.admit()] == [2]
 
 
 # ---- The same weights ----------------------------------------------------------------------------------------------

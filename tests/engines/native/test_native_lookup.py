@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -111,6 +112,27 @@ def test_what_fills_up_the_guesses_of_a_row_is_no_guess(tiny_model, monkeypatch:
     found = engine.generate(PROMPTS[:2], [SamplingParams(max_new_tokens=count) for count in (2, 9)])
     assert [item.output_token_ids for item in found] == [(0,) * 2, (0,) * 9]
     assert engine.num_right == engine.num_guessed
+
+
+@pytest.mark.parametrize(("num_right", "is_refused"), [(3, True), (2, False)])
+def test_a_logprob_that_is_not_finite_counts_only_where_its_token_is_taken(
+    tiny_model, monkeypatch: pytest.MonkeyPatch, num_right: int, is_refused: bool
+) -> None:
+    monkeypatch.setattr(lookup, "continuation", lambda text, most: np.zeros(max(0, most), np.int64))
+    engine = LookupEngine(tiny_model("llama"), eos_token_ids=[2], device=CPU, num_guesses=3)
+
+    def draw(logits: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, logprobs = torch.zeros(len(logits), dtype=torch.int64), torch.zeros(len(logits))
+        if len(logits) == 8:  # the second row's last guess and the token after it; the first prompt enters with one
+            tokens[4 + num_right :] = 1
+            logprobs[7] = torch.nan
+        return tokens, logprobs
+
+    engine.draw_with(draw)
+    for prompt in PROMPTS[:2]:
+        engine.submit(prompt, SamplingParams(max_new_tokens=5))
+    with pytest.raises(RuntimeError, match=r"request 1, token 1") if is_refused else nullcontext():
+        engine.step()
 
 
 def test_any_guess_leaves_the_distribution_as_it_is(tiny_model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,17 @@ def test_tokens_depend_neither_on_neighbours_nor_on_a_new_sync(family):
     assert alone == together
 
 
+def test_a_state_that_was_read_stays_as_it_was():
+    caches = SampleCaches()
+    caches.states = [[torch.zeros(2)]]
+    read = caches.read_row(0, 1)
+    caches.states[0][0] += 1
+    caches.write_rows(slice(0, 1), read, 1)
+    caches.states[0][0] += 1
+    assert read[0].tolist() == [0, 0]
+    assert caches.states[0][0].tolist() == [1, 1]
+
+
 def test_new_weights_change_what_is_generated():
     engine = synced_engine("lfm2")
     before = engine.generate(PROMPTS, [PARAMS] * 3)
@@ -69,10 +80,11 @@ def test_a_step_is_repeated_after_a_failure_as_if_there_had_been_none(part, monk
     def run_out(*args, **kwargs):
         nonlocal num_calls
         num_calls += 1
-        if num_calls in (4, 25):
+        if num_calls in failing:
             raise MemoryError
         return work(*args, **kwargs)
 
+    failing = (4,) if part == "draw" else (1, 13, 35)  # in the first sample of a step, and in later ones
     for prompt in PROMPTS:
         engine.submit(prompt, PARAMS)
     found = engine.step()
@@ -82,7 +94,7 @@ def test_a_step_is_repeated_after_a_failure_as_if_there_had_been_none(part, monk
             found += engine.step()
         except MemoryError:
             num_failures += 1
-    assert num_failures == (1 if part == "draw" else 2)
+    assert num_failures == len(failing)
     found = sorted(found, key=lambda item: (item.request_id, item.sample_index))
     assert [item.output_token_ids for item in found] == [item.output_token_ids for item in expected]
     for item, same in zip(found, expected, strict=True):

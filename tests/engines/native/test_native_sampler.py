@@ -61,6 +61,12 @@ def test_top_k_and_then_top_p_on_what_it_leaves():
     ]
 
 
+def test_a_nucleus_ends_where_its_mass_is_reached():
+    shares = torch.tensor([[0.25], [0.5], [0.51], [1e-46]])  # the last is 0 in float32
+    kept = keep_top(torch.zeros(4, 4), torch.full((4, 1), 4), shares)
+    assert kept.isfinite().sum(1).tolist() == [1, 2, 3, 1]
+
+
 def test_logprobs_of_filtered_rows_are_renormalised_and_other_rows_are_left_alone():
     uniforms = torch.tensor([0.0, 0.0], dtype=torch.float64)
     tokens, logprobs = sample(LOG.expand(2, -1), uniforms, plan(2, top_k=[2, 0]))

@@ -207,7 +207,7 @@ def test_an_abort_between_two_parts_of_a_request_returns_both():
 
 def test_prompts_of_similar_length_run_together():
     assert prefill_groups([]) == []
-    assert prefill_groups([3, 3, 3]) == [[0, 1, 2]]
+    assert prefill_groups([3, 3, 3]) == prefill_groups([3, 1, 2]) == [[0, 1, 2]]
     # 8 short prompts fill 8 * 100 of 800 places; with one of 2,000 padding would be most of 18,000
     assert prefill_groups([100] * 4 + [2000] + [100] * 4) == [[0, 1, 2, 3, 5, 6, 7, 8], [4]]
     # at most 16,384 tokens at a time: 8 * 2,000 fit, 9 * 2,000 do not

@@ -1,5 +1,6 @@
 """What sglang.Engine is given, without SGLang."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -99,10 +100,11 @@ def test_the_environment_of_the_start():
     }
 
 
-def test_the_environment_of_the_start_on_a_cpu():
-    found = environment_for_start({}, is_cpu=True, tp_size=2)
+def test_the_environment_of_the_start_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {5, 2})
+    found = environment_for_start({}, is_cpu=True, tp_size=3)
     assert found["OMP_NUM_THREADS"] == "1"
-    assert found["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
+    assert found["SGLANG_CPU_OMP_THREADS_BIND"] == "2|5|2"
     given = {"OMP_NUM_THREADS": "4", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     assert given.items() <= environment_for_start(given, is_cpu=True, tp_size=2).items()
     assert "SGLANG_CPU_OMP_THREADS_BIND" not in environment_for_start({}, is_cpu=True, tp_size=1)

@@ -115,6 +115,8 @@ def test_versions_are_those_of_the_spans():
     engine.version = 9
     spans = [{"version": "4", "start": 0, "end": 1}, {"version": "9", "start": 1, "end": 4}]
     assert engine._completion(sample(), answer([7, 8, 9, 10], versions=spans)).versions == (4, 9, 9, 9)
+    spans[1]["end"] = 6  # the last of its tokens were cut off
+    assert engine._completion(sample(), answer([7, 8, 9, 10], versions=spans)).versions == (4, 9, 9, 9)
     assert engine._completion(sample(), answer([7, 8, 9, 10])).versions == (9,) * 4
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrl.comm import Comm
-from lightrl.strategy.layout.materialize import broadcast_buffers
+from lightrl.strategy.layout.materialize import broadcast_buffers, broadcast_from_main
 
 
 class FromMain(Comm):
@@ -31,3 +31,16 @@ def test_a_buffer_that_modules_share_is_broadcast_as_often_on_every_rank() -> No
         counts.append(comm.num_broadcasts)
         assert [buffer.tolist() for _, buffer in model.named_buffers(remove_duplicate=False)] == [[7.0, 7.0]] * 3
     assert counts == [3, 3]
+
+
+def test_parameters_without_memory_stay_tied_and_frozen() -> None:
+    with torch.device("meta"):
+        model = nn.ModuleList([nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)])
+    model[1].weight = model[0].weight
+    model[2].requires_grad_(False)
+    comm = FromMain()
+    broadcast_from_main(model, torch.device("cpu"), comm)
+    assert comm.num_broadcasts == 2
+    assert model[1].weight is model[0].weight
+    assert [layer.weight.requires_grad for layer in model] == [True, True, False]
+    assert model[2].weight.tolist() == [[7.0, 7.0]] * 2

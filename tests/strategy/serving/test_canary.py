@@ -67,6 +67,8 @@ def test_float32_is_judged_by_its_worst_token_and_bfloat16_by_the_mean() -> None
     assert _difference(theirs, completions, torch.float32) == pytest.approx(0.5, abs=1e-6)
     assert _difference(theirs, completions, torch.bfloat16) == pytest.approx(0.2, abs=1e-6)  # (0 + 0.5 + 0 + 0.3) / 4
     assert _difference([torch.zeros(0)], completions[2:], torch.float32) == 0.0
+    theirs[0][0] = torch.nan
+    assert [_difference(theirs, completions, dtype) for dtype in (torch.float32, torch.bfloat16)] == [torch.inf] * 2
 
 
 @pytest.mark.slow

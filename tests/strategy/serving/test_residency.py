@@ -262,5 +262,6 @@ def test_a_residency_alone_moves_one_model_and_refuses_its_use_meanwhile() -> No
     frozen(torch.ones(1, 2))
     moving(torch.ones(1, 2)).sum().backward()
     residency.leave_device()
+    residency.leave_device()  # finds nothing more
     assert residency.offloaded_bytes == 40  # three models, the gradients and the momentum of one: 8 bytes each
     residency.return_to_device()
