@@ -181,6 +181,7 @@ def test_rotation_by_size_keeps_the_newest_whatever_it_takes(tmp_path: Path) -> 
     assert CheckpointDirectory(tmp_path, keep=9).steps() == [3, 4]
     save(CheckpointDirectory(tmp_path, keep=9, max_bytes=1), 5)
     assert CheckpointDirectory(tmp_path, keep=9).steps() == [5]
+    assert CheckpointDirectory(tmp_path, keep=9, max_bytes=6)._num_kept([1, 2, 3, 4]) == 3  # as many bytes as it may
 
 
 def truncate(checkpoint: Path) -> None:

@@ -95,6 +95,7 @@ def main(output, killed_after, partial, tail_batch, late):
             for s, reward in zip(samples, rewards, strict=True)
         ]
         batches.append(sorted(row for part in comm.all_gather_object(rows) for row in part))
+        assert {*collector.schedule.buffer.tickets} <= collector.schedule.scheduler.finished
         carried.append([collector.schedule.scheduler.running, sorted(collector.schedule.scheduler.finished)])
         dropped.append(collector._statistics.take().get("rollout/dropped"))
         strategy.set_global_step(step + 1)

@@ -45,9 +45,19 @@ def collector(link, folder, used=None, **options):
 
 def test_a_step_takes_the_groups_by_ticket(tmp_path):
     link = FinishedLink(failures=0.0)
-    groups = collector(link, tmp_path).take(link, 0, 0, 2)
+    made = collector(link, tmp_path)
+    groups = made.take(link, 0, 0, 2)
     assert [group.ticket for group in groups] == [0, 1]
     assert link.values == {}
+    assert made._tickets.first == 2
+
+
+def test_a_step_waits_for_what_was_claimed_a_moment_ago(tmp_path):
+    link = FinishedLink(failures=0.0)
+    made, version = collector(link, tmp_path), link.values.pop("start/1")
+    assert not made._learn_news(link)
+    link.values["start/1"] = version
+    assert made._learn_news(link)
 
 
 def test_failed_rewards_of_a_step_are_added_up(tmp_path):

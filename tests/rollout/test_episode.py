@@ -51,6 +51,10 @@ def test_the_text_is_of_all_turns_and_what_is_heard_has_the_version_of_the_turn_
     episode.say(turn(5, text="first", versions=(1,)))
     prompt = Prompt(index=0, text="", token_ids=(2, 3))
     assert episode.sample(prompt, 0, 0, tokenizer).text == "first"
+    answered = Episode([2, 3])
+    answered.say(turn(5, text="first"))
+    answered.hear([7])
+    assert answered.sample(prompt, 0, 0, tokenizer).text == tokenizer.decode([5, 7], skip_special_tokens=True)
     episode.say(turn(6, text="second", versions=(2,)))
     assert episode.sample(prompt, 0, 0, tokenizer).text == tokenizer.decode([5, 6], skip_special_tokens=True)
     episode.hear([7])

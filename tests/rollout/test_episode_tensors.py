@@ -50,6 +50,7 @@ def test_a_dict_that_ends_with_a_turn_that_was_cut_off_is_cut_off() -> None:
     whole, cut = turn((2, 3), 5, 6), replace(turn((2, 3, 5, 6), 7), finish_reason="length")
     given = tensors(loss_mask=[0, 0, 1, 1, 1])
     assert episode_of_tensors(given, [whole, cut]).finish_reason == "length"
+    assert episode_of_tensors(given).turns == [0]  # whatever was said without anything heard between
     heard = tensors(input_ids=[2, 3, 5, 6, 7, 8], loss_mask=[0, 0, 1, 1, 1, 0], logprobs=None, versions=None)
     assert episode_of_tensors(heard, [whole, cut]).finish_reason == "stop"  # something follows the turn
     assert episode_of_tensors(given).finish_reason == "stop"  # another engine's tokens

@@ -1,6 +1,7 @@
 """Journals: what an episode has heard comes back in the same order, also through a checkpoint."""
 
 import asyncio
+import inspect
 import io
 import json
 
@@ -11,7 +12,7 @@ from PIL import Image
 from lightrl.engines.base import Completion, EnginePrompt
 from lightrl.engines.native.cache import LayerStorage
 from lightrl.engines.native.kept_rows import KeptRow
-from lightrl.rollout.journal import CURRENT, Journal, for_all_siblings, remembered
+from lightrl.rollout.journal import CURRENT, Journal, for_all_siblings, remembered, waiting_for_siblings
 
 CALLS: list[int] = []
 
@@ -70,6 +71,38 @@ def test_a_tool_that_is_called_for_all_siblings_does_not_count_in_the_episode_th
     again = Journal.from_state(json.loads(json.dumps(journal.state_dict())))  # as it comes from another process
     assert asyncio.run(episode_after_work(again, asks_first=False)) == [10]
     assert CALLS == [4, 1]
+
+
+def test_a_remembered_tool_is_neither_run_nor_left_to_be_awaited() -> None:
+    call = tool(3)
+
+    async def heard() -> int:
+        CURRENT.set(Journal(4, 2, 1, results={0: 30}))
+        return await remembered(call)
+
+    assert asyncio.run(heard()) == 30
+    assert inspect.getcoroutinestate(call) == inspect.CORO_CLOSED
+
+
+def test_an_episode_is_among_siblings_while_it_waits_for_one_of_them() -> None:
+    journal = Journal(4, 2, 1)
+
+    async def waited() -> list[bool]:
+        CURRENT.set(journal)
+        with waiting_for_siblings():
+            with waiting_for_siblings():
+                pass
+            inside = journal.is_among_siblings
+        return [inside, journal.is_among_siblings]
+
+    assert asyncio.run(waited()) == [True, False]
+
+
+def test_calls_for_all_siblings_are_counted_from_the_end() -> None:
+    calls = {0: (0,), 1: (1, 1), "a/0": (2,), "a/1": (3,)}
+    journal = Journal(4, 2, 1, {number: completion(versions=versions) for number, versions in calls.items()})
+    journal.shared = ["a/0", "a/1"]
+    assert journal.versions_of_calls() == [(0,), (1, 1), (3,), (2,)]
 
 
 def test_without_a_journal_a_tool_is_simply_called() -> None:

@@ -226,6 +226,24 @@ def test_a_tool_whose_own_work_is_cancelled_is_answered_for() -> None:
     assert found == [("error: the call was cancelled", True), ("fine", False)]
 
 
+def test_a_late_tool_that_is_async_is_ended() -> None:
+    ended: list[str] = []
+
+    async def late() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("late")
+
+    async def ask() -> tuple[str, list[str]]:
+        answer = await box(late=late).answer(ToolCall("late", {}))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        return answer.text, [*ended]  # before the end of the loop, which ends everything
+
+    assert asyncio.run(ask()) == ("error: no result after 0.2 s", ["late"])
+
+
 def test_a_call_may_be_cancelled_while_the_tool_runs() -> None:
     async def ask() -> str:
         task = asyncio.ensure_future(in_daemon_thread(lambda: time.sleep(0.02), {}))

@@ -68,6 +68,16 @@ def test_even_families_stay_where_they_are() -> None:
     assert found.targets == found.owners == [0, 1]
 
 
+def test_some_families_per_rank_are_enough() -> None:
+    def deal(mine: list[Sized]) -> Dealt:
+        return dealt([[one.num_tokens for one in mine], []])
+
+    # 5 and 4 of 220 tokens: 1,100 on the fullest rank; 9 and 9 halves of 120: 1,080
+    assert sizes(evenly_dealt([Sized((number, 0), 40) for number in range(9)], deal, 2)[0]) == [20] * 18
+    # 9 and 8 of 420 tokens: 3,780; 17 and 17 halves of 220 would be 3,740
+    assert sizes(evenly_dealt([Sized((number, 0), 80) for number in range(17)], deal, 2)[0]) == [80] * 17
+
+
 def test_families_that_halves_do_not_make_more_even_stay_whole() -> None:
     num_dealt = []
 

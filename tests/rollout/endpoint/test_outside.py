@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from datetime import date
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -44,9 +45,15 @@ def test_an_episode_is_taken_played_and_rewarded() -> None:
             assert (await post(http, path, {"reward": "high"}))[0] == 400
             assert (await post(http, path, {"reward": 0.5}))[0] == 200
             assert (await post(http, path, {"reward": 0.5}))[0] == 404
+            over = asyncio.get_running_loop().create_future()
+            over.set_result(0.0)
+            workflow._taken["over"] = SimpleNamespace(outcome=over)  # ended, and not yet forgotten
+            assert (await post(http, "/v1/episodes/over", {"reward": 0.5}))[0] == 404
+            del workflow._taken["over"]
             assert (await post(http, f"/v1/episodes/{taken[1]['id']}", {"reward": None}))[0] == 200
             assert (await post(http, f"/v1/episodes/{taken[2]['id']}", {"failed": "no money"}))[0] == 200
             found = await asyncio.gather(*made, return_exceptions=True)
+        assert not workflow._taken  # which would grow with each episode
         rewards = [item[0].reward for item in found if isinstance(item, list)]
         assert sorted(rewards, key=str) == [0.5, None]
         [failure] = [item for item in found if isinstance(item, Exception)]
