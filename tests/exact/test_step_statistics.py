@@ -54,6 +54,13 @@ def test_what_is_not_finite_stays_so_and_an_empty_mean_is_zero() -> None:
     assert found == {"none": 0.0}
 
 
+def test_a_number_that_another_rank_has_counts() -> None:
+    other, mine = ExactStatistics(), ExactStatistics()
+    other.mean("theirs", 3.0, 2)
+    mine.mean("mine", 1.0, 1)
+    assert mine.reduce(Ranks([[other._sums], [other._values]])) == {"mine": 1.0, "theirs": 1.5}
+
+
 def test_plain_statistics_add_the_values_up() -> None:
     statistics = Statistics()
     statistics.values("reward", [0.5, 1.0])

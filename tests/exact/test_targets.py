@@ -32,7 +32,7 @@ def targets(mine: list[Any], others: list[Any]) -> Any:
 
 
 def test_the_rank_that_holds_a_sample_changes_no_bit() -> None:
-    items = [replace(item, reward=0.3 * index) for index, item in enumerate(samples(0, 12))]
+    items = [replace(item, reward=0.37 * index % 1.1) for index, item in enumerate(samples(0, 40))]
     whole = targets(items, [])
     assert whole == targets(items[5:], items[:5]) == targets([], items[::-1])
     assert set(whole.advantages) == {item.key for item in items}

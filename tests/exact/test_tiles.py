@@ -15,6 +15,7 @@ def test_tiles_are_runs_of_samples_in_the_order_of_their_keys() -> None:
     shuffled = random.Random(0).sample(lengths, len(lengths))
     assert cut_tiles(shuffled, 10) == wanted
     assert cut_tiles([], 10) == []
+    assert cut_tiles(lengths[:3], 11) == [[(0, 0), (0, 1), (1, 0)]]  # a tile may be full
 
 
 def test_every_tile_goes_to_the_rank_with_the_fewest_tokens() -> None:

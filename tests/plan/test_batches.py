@@ -13,6 +13,7 @@ from lightrl.config import (
     GRPOConfig,
     PPOAlgorithmConfig,
     PPOConfig,
+    RMConfig,
     SFTConfig,
     WorkflowConfig,
 )
@@ -27,6 +28,13 @@ def test_sequences_are_dealt_to_ranks_and_micro_batches() -> None:
     assert (batches.sequences, batches.of_rank, batches.micro_batches) == (32, 16, 3)
     assert (batches.pack.num_sequences, batches.pack.num_tokens, batches.pack.num_scored) == (6, 420, 64)
     assert "16 sequences an update in 3 micro-batch(es)" in batches.describe()
+    assert batches_of(config, ranks=3, prompt_tokens=6, response_tokens=0).of_rank == 11  # on the fullest rank
+
+
+def test_a_reward_model_scores_one_token_of_a_sequence() -> None:
+    config = RMConfig(batch_size=8, max_tokens_per_microbatch=50)
+    pack = batches_of(config, ranks=1, prompt_tokens=4, response_tokens=8).pack
+    assert (pack.num_sequences, pack.length, pack.num_scored) == (4, 12, 1)
 
 
 def test_prompts_that_a_run_shares_by_itself_leave_its_micro_batches_as_they_are() -> None:

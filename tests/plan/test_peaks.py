@@ -1,6 +1,7 @@
 """A step, phase by phase."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,6 +37,18 @@ def test_the_phases_of_ppo_and_sft(small_config: Any) -> None:
     names = [phase.name for phase in planned(PPOConfig(**SIZES), small_config).phases]
     assert names == ["generate", "score by critic", "train critic", "train policy", "weight sync"]
     assert [phase.name for phase in planned(SFTConfig(), small_config).phases] == ["train policy"]
+
+
+def test_the_optimizer_that_waits_may_leave_the_device(small_config: Any) -> None:
+    phases = {}
+    for leaves in (False, True):
+        config = PPOConfig(**SIZES)
+        config.critic.offload_waiting_optimizer = leaves
+        phases[leaves] = {phase.name: phase for phase in planned(config, small_config).phases}
+    for trained, waiting in (("policy", "critic optimizer"), ("critic", "optimizer")):
+        one, other = (phases[leaves][f"train {trained}"] for leaves in (False, True))
+        assert one.parts[waiting] > 0 == other.parts.get(waiting, 0)
+        assert one.total - other.total == one.parts[waiting]
 
 
 def test_a_critic_counts_by_its_own_size(small_config: Any) -> None:
@@ -75,6 +88,10 @@ def test_what_leaves_the_device_while_the_engine_generates(small_config: Any) ->
 def test_ranks_that_only_generate_leave_some_to_train(small_config: Any) -> None:
     with pytest.raises(ValueError, match="--rollout_ranks 1 leaves none of 1 ranks"):
         planned(GRPOConfig(**SIZES, rollout_ranks=1), small_config)
+    apart, machine = GRPOConfig(**SIZES, rollout_ranks=1, strategy="fsdp"), replace(MACHINE, ranks=3)
+    made = plan_run(apart, Models(small_config, apart), machine)
+    assert made.engine is not None
+    assert (made.engine.cached_tokens, made.batches.of_rank) == (4 * 32, 2)  # one engine's, and one of two trainers'
 
 
 def test_a_reward_model_stays_beside_the_trainer_or_whole_where_samples_are_scored(small_config: Any) -> None:

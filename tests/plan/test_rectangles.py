@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from transformers import Qwen3MoeConfig
 
 from lightrl.config import GRPOConfig, MegatronConfig
 from lightrl.plan.models import critic_of, policy_of
@@ -37,6 +38,15 @@ def test_replicas_share_the_states_of_the_distributed_optimizer(small_config: An
     weights, trained, states = bytes_of(small_config, 2, distributed_optimizer=True)
     assert (weights, trained) == (4 * numel, 4 * numel)
     assert 4 * numel <= states <= 4.4 * numel  # whole tensors are given out, so not quite a half
+
+
+def test_experts_have_replicas_of_their_own() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    mixture = Qwen3MoeConfig(**sizes, head_dim=8, vocab_size=64, num_experts=4, moe_intermediate_size=512)
+    _, _, states = bytes_of(mixture, 4, ep_size=2, distributed_optimizer=True)
+    # Two experts of a layer: 32,768 numbers of the output, 65,536 of the others. By name, two replicas step
+    # 32 + 32 + 65 and 65 + 32 + 65 thousand; all else is smaller than 14,000.
+    assert 8 * 163_840 < states < 8 * (163_840 + 14_000)
 
 
 def test_bfloat16_has_two_bytes_of_a_weight_and_main_copies_where_it_trains(small_config: Any) -> None:

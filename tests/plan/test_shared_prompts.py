@@ -62,6 +62,8 @@ def test_a_micro_batch_holds_families_by_the_tokens_that_are_computed() -> None:
 def test_families_that_do_not_fit_are_halved() -> None:
     found = batches(GRPOConfig(**GROUPS, share_prompts=True, max_tokens_per_microbatch=300))
     assert (found.micro_batches, found.pack.families, found.pack.num_computed) == (16, (2,), 256)
+    found = batches(GRPOConfig(**{**GROUPS, "group_size": 3}, share_prompts=True, max_tokens_per_microbatch=300))
+    assert (found.micro_batches, found.pack.families) == (16, (2,))  # two samples of a prompt, and the third
     # One sample is longer than that, as in any other plan.
     assert batches(GRPOConfig(**GROUPS, share_prompts=True, max_tokens_per_microbatch=100)).pack.families == (1,)
 

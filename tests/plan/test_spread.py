@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.config import DeepSpeedConfig, FSDPConfig, GRPOConfig
+from lightrl.config import DeepSpeedConfig, FSDPConfig, GRPOConfig, OptimConfig
 from lightrl.plan.models import policy_of
 from lightrl.plan.spread import Kept, kept_of
 
@@ -25,6 +25,11 @@ def test_a_whole_model(small_config: Any) -> None:
     )
 
 
+def test_muon_has_one_moment_of_the_matrices_in_blocks(small_config: Any) -> None:
+    found, _ = kept(small_config, strategy="ddp", optim=OptimConfig(name="muon"))
+    assert found.optimizer == 8 * NUMEL - 4 * 3 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48)
+
+
 def test_fsdp_shards_the_state_but_not_the_gradients_between_micro_batches(small_config: Any) -> None:
     found, buffers = kept(small_config, strategy="fsdp")
     assert found.weights == 2 * NUMEL + buffers  # every shape divides by two
@@ -37,6 +42,12 @@ def test_fsdp_shards_the_state_but_not_the_gradients_between_micro_batches(small
     assert often == replace(found, waiting=2 * NUMEL)
     on_host, _ = kept(small_config, strategy="fsdp", fsdp=FSDPConfig(reduce_each_micro_batch=True, cpu_offload=True))
     assert on_host == replace(offloaded, waiting=0)
+
+
+def test_tensor_parallelism_leaves_more_ranks_to_share_what_is_outside_of_blocks(small_config: Any) -> None:
+    found, buffers = kept(small_config, 4, strategy="fsdp", tp_size=2)
+    matrices, norms = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48, 2 * 8 + 2 * 32
+    assert found.weights == 4 * ((2 * 64 * 32 + 32) / 4 + 3 * (matrices / 4 + norms / 2)) + buffers
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,9 @@ def test_experts_count_the_tokens_that_they_are_sent() -> None:
     one, two = (Qwen3MoeConfig(**sizes, num_experts_per_tok=count) for count in (1, 2))
     assert need(two, "").kept > need(one, "").kept
     assert need(two, "--megatron.ep_size 2").kept == pytest.approx(need(two, "").kept, rel=0.05)
+    config = config_of("--tp_size 2 --megatron.sequence_parallel True --megatron.ep_size 2 --megatron.etp_size 1")
+    shape = rank_shape(policy_of(two, config), PACK, config)
+    assert (shape.num_experts, shape.width) == (2, 16)  # tensor parallelism leaves an expert whole
 
 
 @pytest.mark.parametrize(("vocab_size", "is_last"), [(64, False), (8192, True)])
