@@ -30,10 +30,14 @@ class WandbLogger:
         # the step is a metric like others: https://wandb.me/define-metric
         self._run.define_metric(_AXIS)
         self._run.define_metric("*", step_metric=_AXIS)
+        # Offline, W&B cannot ask how many rows the run has, and numbers those of each process from 0. A sync would then
+        # put the rows of a continued run in the place of the first ones.
+        self._first_row: int | None = run.step + 1 if run.step and self._run.offline else None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs the metrics of a step."""
-        self._run.log({**metrics, _AXIS: step})
+        self._run.log({**metrics, _AXIS: step}, step=self._first_row, commit=True)
+        self._first_row = None  # W&B counts on from there
 
     def fail(self, error: BaseException) -> None:
         """Ends the run of W&B as failed, since its service loses up to 32 KB of an offline run that is not ended."""

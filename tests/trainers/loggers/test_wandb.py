@@ -1,6 +1,8 @@
 """The real wandb, offline."""
 
+import re
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,28 @@ def test_steps_that_a_resumed_run_repeats_are_kept(logged_run: LoggedRun) -> Non
     wandb.teardown()
     written = b"".join(path.read_bytes() for path in logged_run.folder.rglob("*.wandb"))
     assert all(f"reward/{name}".encode() in written for name in ("before", "lost", "again"))
+
+
+def test_the_rows_of_a_continued_offline_run_follow_those_before(logged_run: LoggedRun) -> None:
+    numbers: list[list[int]] = []
+    for done in (0, 2):
+        logger = WandbLogger(replace(logged_run, step=done))
+        for step in (done + 1, done + 2):
+            logger.log(step, {"reward/mean": 0.25 * step})
+        logger.close()
+        wandb.teardown()
+        newest = max(logged_run.folder.rglob("*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+        numbers.append(row_numbers(newest))
+    assert numbers == [[0, 1], [3, 4]]
+
+
+def row_numbers(path: Path) -> list[int]:
+    """Returns W&B's own number of each row in its file, where it follows its name as field 16 of an item, a text.
+
+    The file also has a summary after each row, with the same number.
+    """
+    found = re.findall(rb"_step\x82\x01.(\d+)", path.read_bytes())
+    return [int(number) for number in dict.fromkeys(found)]
 
 
 def test_a_run_that_fails_has_its_last_steps(logged_run: LoggedRun) -> None:
