@@ -210,6 +210,10 @@ def cut_after(path: Path, steps_done: int) -> None:
         moved = path.rename(_unused_name(path))
         logger.warning("The run begins at its first step: what %s had of an earlier start is in %s.", path, moved.name)
         return
+    if not path.exists():
+        if path.stem == "metrics" and path.with_name("checkpoints").is_dir():  # a branch begins with neither
+            logger.warning("%s is gone: it lacks the steps up to %d, where the run goes on.", path, steps_done)
+        return
     temporary, last = path.with_suffix(".tmp"), 0
     with temporary.open("wb") as kept:
         for line in _lines(path):

@@ -71,7 +71,7 @@ class RunFolder:
         self.root.mkdir(parents=True, exist_ok=True)
         save_bytes(self.root / "config.yaml", to_yaml(config).encode())
         note_inputs(self.root, config, continues=steps_done > 0)
-        for path in filter(Path.exists, (self._metrics, self._samples)):
+        for path in (path for path in (self._metrics, self._samples) if steps_done or path.exists()):
             earlier_run.cut_after(path, steps_done)
         (self.final / HASH_FILE).unlink(missing_ok=True)  # an earlier final/ no longer counts as this run's
 

@@ -162,6 +162,21 @@ def test_a_log_that_was_copied_before_the_checkpoint_is_told(tmp_path: Path, cap
     assert caplog.messages == [f"{folder.root}/metrics.jsonl lacks the steps after 2, though the run goes on after 4."]
 
 
+def test_a_log_that_is_gone_is_told_unless_the_run_branches_off(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = used(tmp_path)
+    folder.open(GRPOConfig(), 4)  # a branch: it has no checkpoint of its own yet
+    assert caplog.messages == []
+    folder.checkpoints.mkdir()
+    folder.open(GRPOConfig(), 4)
+    assert caplog.messages == [
+        f"{folder.root}/metrics.jsonl is gone: it lacks the steps up to 4, where the run goes on."
+    ]
+    folder.open(GRPOConfig(), 0)
+    assert len(caplog.messages) == 1
+
+
 def test_rows_are_plain_json(tmp_path: Path) -> None:
     folder = used(tmp_path)
     folder.append_metrics(1, {"loss": math.nan, "tokens": 5e6, "lr": 1e-4})
