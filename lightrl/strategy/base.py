@@ -31,6 +31,7 @@ from lightrl.engines.colocated import ColocatedEngine, EngineStatus, SyncReport
 from lightrl.engines.weights.fingerprint import KnownWeights
 from lightrl.imports import load_object
 from lightrl.metrics import Statistics
+from lightrl.models.further_layers import STATED, drop_absent_layers
 from lightrl.models.multimodal import MediaProcessor, copy_processor
 from lightrl.models.policy import persistent_buffers
 from lightrl.strategy import foreign_steps
@@ -368,6 +369,8 @@ class StrategyBase(ForeignNames, ABC):
             unwrapped.save_pretrained(path, state_dict=full)
             if hasattr(getattr(unwrapped, "config", None), "vision_config"):
                 copy_processor(unwrapped.name_or_path, Path(path))
+            if (file := Path(path) / "config.json").exists() and STATED.search(file.read_text(encoding="utf-8")):
+                drop_absent_layers(file, full)
             write_folder_hash(Path(path), full)
         self.comm.barrier()
 

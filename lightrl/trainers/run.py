@@ -146,10 +146,8 @@ def _checked_model(config: TrainerConfig, strategy: StrategyBase, others: Sequen
 
 def load_start_policy(run: RunContext, *, is_reference: bool = False) -> Policy:
     """Loads the model that the run starts from, with its adapters if it is to be trained; it is not yet prepared."""
-    materialize, remote_code = run.strategy.materializes_weights, run.config.trust_remote_code
-    policy = load_policy(
-        run.model_path, materialize=materialize, trust_remote_code=remote_code, is_reference=is_reference
-    )
+    materialize, trusts = run.strategy.materializes_weights, run.config.trust_remote_code
+    policy = load_policy(run.model_path, materialize=materialize, trust_remote_code=trusts, is_reference=is_reference)
     if varies_with_length(policy.hf.config):
         fix_for_run(run, policy)
     if (run.config.lora.is_on or run.config.routing.is_on) and not is_reference:
