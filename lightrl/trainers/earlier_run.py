@@ -16,6 +16,7 @@ from lightrl.config import RunConfig, changed_options
 from lightrl.config.command_line import flatten
 from lightrl.config.paths import why_unreadable, why_unwritable
 from lightrl.config.yaml_text import read_yaml
+from lightrl.trainers.branching import require_continuable, require_same_kind
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,9 @@ def require_same(root: Path, config: RunConfig) -> None:
         )
     _require_rows(metrics)
     _require_rows(root / "samples.jsonl")
-    different = changed_options(config, _read_config(saved))
+    options = _read_config(saved)
+    require_same_kind(f"--output_dir {root}", options, config)
+    different = changed_options(config, options)
     if different:
         listed = "; ".join(f"{name} was {old!r}, now {new!r}" for name, old, new in different[:6])
         raise ValueError(
@@ -145,7 +148,9 @@ def find_checkpoint(config: RunConfig, checkpoints: Path) -> Path | None:
         return None
     if config.resume == "auto":
         return newest(checkpoints) if checkpoints.is_dir() else None
-    return continued(Path(config.resume), checkpoints)
+    found = continued(Path(config.resume), checkpoints)
+    require_continuable(found, config)
+    return found
 
 
 def newest(checkpoints: Path) -> Path | None:

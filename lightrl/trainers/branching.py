@@ -1,0 +1,85 @@
+"""What a run cannot change that begins with a checkpoint of another run, found before it loads any weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from lightrl.config import (
+    DPOConfig,
+    GRPOConfig,
+    OfflineConfig,
+    PPOConfig,
+    RMConfig,
+    RolloutConfig,
+    RunConfig,
+    SFTConfig,
+)
+from lightrl.config.command_line import flatten
+from lightrl.config.options import as_dict
+from lightrl.config.yaml_text import read_yaml
+
+_KINDS: dict[str, type[RolloutConfig] | type[OfflineConfig]] = {
+    "GRPO": GRPOConfig,
+    "PPO": PPOConfig,
+    "SFT": SFTConfig,
+    "DPO": DPOConfig,
+    "a reward model": RMConfig,
+}
+_CAN_CONTINUE = ("PPO", "GRPO")  # without the critic, GRPO goes on with the policy
+_IN_CHECKPOINTS = {
+    "seed": "the order of its data depends on it",
+    "optim.name": "it holds the states of that optimizer",
+    "lora.rank": "it holds weights of other shapes",
+    "critic.shared_backbone": "it holds a critic of another form",
+}
+
+
+def require_same_kind(run: str, saved: Mapping[str, Any], config: RunConfig) -> None:
+    """Raises ValueError if a run was started by the program of another kind of training.
+
+    Args:
+        run: what the error names.
+        saved: the content of the run's config.yaml, perhaps of an earlier version with fewer options.
+    """
+    before, now = kind_of(set(saved)), kind_of({item.name for item in fields(config)})
+    if before != now and (before, now) != _CAN_CONTINUE:
+        raise ValueError(
+            f"{run} is of a run of {before}, which a run of {now} cannot continue. Start anew from its model: --model "
+            "with final/ of its folder, and another --output_dir."
+        )
+
+
+def kind_of(options: set[str]) -> str:
+    """Returns the kind of training that has these options, or most of them."""
+    return min(_KINDS, key=lambda kind: len({item.name for item in fields(_KINDS[kind])} ^ options))
+
+
+def require_continuable(checkpoint: Path, config: RunConfig) -> None:
+    """Raises ValueError for options with which no run can continue this checkpoint.
+
+    Without the config.yaml of its run, as in a copy of a checkpoint alone, whether it fits shows when it is loaded.
+    """
+    try:
+        saved = read_yaml(checkpoint.parent.parent / "config.yaml", "it")
+        before, now = dict(flatten(saved)), dict(flatten(as_dict(config)))
+    except (OSError, ValueError, AttributeError):  # the last: it holds no options
+        return
+    require_same_kind(f"--resume {checkpoint}", saved, config)
+    for name, reason in _IN_CHECKPOINTS.items():
+        old, new = before.get(name), now.get(name)
+        is_changed = old not in (None, new) and (name in now or old)  # a critic apart is not for GRPO to continue
+        if is_changed and not _is_left_to_the_load(name, before, now):
+            raise ValueError(
+                f"--resume {checkpoint} is of a run with --{name} {old}, and this run has {new}: "
+                f"{reason}. Give the --{name} of that run, or start anew from its model: --model with final/ of its "
+                "folder."
+            )
+
+
+def _is_left_to_the_load(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Returns whether another option decides if a difference matters: files have ranks, a curriculum draws prompts."""
+    others = {"lora.rank": "lora.path", "seed": "data.curriculum"}
+    return name in others and any(options.get(others[name]) for options in (before, now))

@@ -1,0 +1,83 @@
+"""A run that begins with another run's checkpoint: what is refused before any weights are loaded."""
+
+from pathlib import Path
+
+import pytest
+
+from lightrl.checkpoint import CheckpointDirectory
+from lightrl.config import DPOConfig, GRPOConfig, PPOConfig, RMConfig, RunConfig, SFTConfig, parse_config, to_yaml
+from lightrl.trainers.earlier_run import find_checkpoint, require_same
+
+KINDS = {"GRPO": GRPOConfig, "PPO": PPOConfig, "SFT": SFTConfig, "DPO": DPOConfig, "a reward model": RMConfig}
+
+
+def saved_run(folder: Path, config: RunConfig) -> Path:
+    """Returns the folder of a run that has a checkpoint."""
+    directory = CheckpointDirectory(folder / "checkpoints", keep=1)
+    (directory.begin(2) / "file").write_text("x")
+    directory.commit(2)
+    (folder / "config.yaml").write_text(to_yaml(config))
+    return folder
+
+
+@pytest.mark.parametrize("saved", KINDS)
+@pytest.mark.parametrize("asked", KINDS)
+def test_a_run_continues_one_of_its_own_kind(saved: str, asked: str, tmp_path: Path) -> None:
+    run = saved_run(tmp_path / "run", KINDS[saved]())
+    config, branch = KINDS[asked](resume=str(run)), tmp_path / "branch/checkpoints"
+    if saved == asked or (saved, asked) == ("PPO", "GRPO"):
+        assert find_checkpoint(config, branch) == run / "checkpoints/step-000002"
+        return
+    cannot = f"is of a run of {saved}, which a run of {asked} cannot continue. Start anew from its model: --model with"
+    with pytest.raises(ValueError, match=f"^--resume {run}/checkpoints/step-000002 {cannot} final/ of its folder"):
+        find_checkpoint(config, branch)
+
+
+def test_the_folder_of_another_kind_of_run_is_not_continued(tmp_path: Path) -> None:
+    run = saved_run(tmp_path, SFTConfig(train_data="a.jsonl"))
+    require_same(run, SFTConfig(train_data="a.jsonl"))
+    with pytest.raises(ValueError, match=f"^--output_dir {run} is of a run of SFT, which a run of DPO cannot continue"):
+        require_same(run, DPOConfig(train_data="a.jsonl"))  # no option of SFT is another one of DPO
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved", "asked", "said"),
+    [
+        (PPOConfig, "", "--critic.shared_backbone True", "--critic.shared_backbone False, and this run has True: it"),
+        (PPOConfig, "--critic.shared_backbone True", "", "--critic.shared_backbone True, and this run has False: it"),
+        (GRPOConfig, "", "--lora.rank 4", "--lora.rank 0, and this run has 4: it holds weights of other shapes. Give"),
+        (GRPOConfig, "--lora.rank 4", "", "--lora.rank 4, and this run has 0: it"),
+        (SFTConfig, "--lora.rank 4", "--lora.rank 8", "--lora.rank 4, and this run has 8: it"),
+        (GRPOConfig, "", "--seed 1", "--seed 0, and this run has 1: the order of its data depends on it. Give the"),
+        (DPOConfig, "", "--strategy single --optim.name muon", "--optim.name adamw, and this run has muon: it holds"),
+    ],
+)
+def test_what_a_checkpoint_decides_is_refused_at_once(
+    kind: type[RunConfig], saved: str, asked: str, said: str, tmp_path: Path
+) -> None:
+    run = saved_run(tmp_path / "run", parse_config(kind, saved.split()))
+    config = parse_config(kind, [*asked.split(), "--resume", str(run)])
+    with pytest.raises(ValueError, match=f"^--resume {run}/checkpoints/step-000002 is of a run with {said}"):
+        find_checkpoint(config, tmp_path / "branch/checkpoints")
+
+
+def test_a_critic_on_the_backbone_is_not_for_grpo(tmp_path: Path) -> None:
+    run = saved_run(tmp_path / "run", parse_config(PPOConfig, ["--critic.shared_backbone", "True"]))
+    with pytest.raises(ValueError, match="with --critic.shared_backbone True, and this run has None"):
+        find_checkpoint(GRPOConfig(resume=str(run)), tmp_path / "branch/checkpoints")
+
+
+def test_other_options_may_change_in_a_branch(tmp_path: Path) -> None:
+    run = saved_run(tmp_path / "run", GRPOConfig())
+    branch = tmp_path / "branch/checkpoints"
+    options = ["--lr", "1e-3", "--num_prompts", "8", "--optim.schedule", "cosine", "--algorithm.kl_coef", "0.1"]
+    assert find_checkpoint(parse_config(GRPOConfig, [*options, "--resume", str(run)]), branch)
+    asked = parse_config(GRPOConfig, ["--seed", "1", "--resume", str(run)])
+    with (run / "config.yaml").open("a") as file:  # whose state has no seed
+        file.write("\ndata:\n  curriculum: harder\n")
+    assert find_checkpoint(asked, branch)
+    for content in ("a text", "[", ""):  # whether the checkpoint fits shows when it is loaded
+        (run / "config.yaml").write_text(content)
+        assert find_checkpoint(asked, branch)
+    (run / "config.yaml").unlink()
+    assert find_checkpoint(asked, branch)
