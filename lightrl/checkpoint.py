@@ -64,6 +64,11 @@ class CheckpointDirectory:
             folder.mkdir()
         return temporary
 
+    def drop_unfinished(self) -> None:
+        """Deletes what begin() made and commit() has not finished; nobody may be writing there."""
+        for path in self.root.glob(f"{_TEMPORARY_PREFIX}step-*"):
+            shutil.rmtree(path, ignore_errors=True)
+
     def commit(self, step: int, *, is_latest: bool = True) -> Path:
         """Makes the step's files a checkpoint and only then deletes the oldest.
 

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, Protocol
 
 from torch import nn
 
+from lightrl.checkpoint import CheckpointDirectory
 from lightrl.comm import Comm, RankError
 from lightrl.records import Experience
 from lightrl.strategy import StrategyBase
@@ -126,6 +127,8 @@ class ForgivingSaver(TrainingStateSaver):
             if not self._comm.agree(found is not None):
                 raise
             _warn(self._comm, found, "no checkpoint of this step")
+            if self._comm.is_main:  # all ranks have stopped writing, and the rest of the run needs the room
+                CheckpointDirectory(self._root / "checkpoints", keep=1).drop_unfinished()
 
 
 class ForgivingBackgroundSaver(ForgivingSaver, BackgroundSaver):

@@ -118,6 +118,28 @@ def test_a_run_stops_or_goes_on(
             assert (folder / "final" / "weights.sha256").exists()
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_a_checkpoint_that_does_not_fit_leaves_the_room_to_the_rest_of_the_run(
+    background: bool, offline_flags: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make(offline_flags("sft") | {"max_steps": 3}, tmp_path, on_disk_error="continue", asynchronous=background)
+    checkpoints, seen = tmp_path / "checkpoints", list[str]()
+
+    def is_due() -> bool:
+        return trainer.step_index > AFTER and any(checkpoints.glob(".tmp-step-*/*.safetensors"))  # one fits
+
+    def saved(trainer: SFTTrainer, folder: Path) -> None:
+        seen.extend(path.name for path in checkpoints.iterdir())
+
+    where = failing(FULL, state_files.save_tensors, is_due, str(tmp_path / "file"))
+    monkeypatch.setattr(state_files, "save_tensors", where)
+    monkeypatch.setattr(SFTTrainer, "export", saved)
+    fit(trainer)
+    trainer.close()
+    assert "step-000001" in seen
+    assert not [name for name in seen if name.startswith(".")]
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the writer's thread, as intended
 def test_tensorboard_goes_on_after_an_error_of_its_writer(
     offline_flags: Options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
