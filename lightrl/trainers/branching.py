@@ -52,6 +52,18 @@ def require_same_kind(run: str, saved: Mapping[str, Any], config: RunConfig) -> 
         )
 
 
+def require_same_roles(run: str, saved: Mapping[str, Any], config: RunConfig) -> None:
+    """Raises ValueError if samples may be older than the weights, and ranks of another role were sampling them."""
+    now = dict(flatten(as_dict(config)))
+    old, new, bound = saved.get("rollout_ranks", 0), now.get("rollout_ranks", 0), now.get("rollout.max_staleness", 0)
+    if bool(old) != bool(new) and bound:
+        raise ValueError(
+            f"{run} is of a run with --rollout_ranks {old}, and this run has {new}: with --rollout.max_staleness "
+            f"{bound}, ranks that only generate record what they have begun in another way than ranks that also train. "
+            f"Give --rollout_ranks {f'{old}, or another number above 0' if old else 0}."
+        )
+
+
 def kind_of(options: set[str]) -> str:
     """Returns the kind of training that has these options, or most of them."""
     return min(_KINDS, key=lambda kind: len({item.name for item in fields(_KINDS[kind])} ^ options))
@@ -68,6 +80,7 @@ def require_continuable(checkpoint: Path, config: RunConfig) -> None:
     except (OSError, ValueError, AttributeError):  # the last: it holds no options
         return
     require_same_kind(f"--resume {checkpoint}", saved, config)
+    require_same_roles(f"--resume {checkpoint}", saved, config)
     for name, reason in _IN_CHECKPOINTS.items():
         old, new = before.get(name), now.get(name)
         is_changed = old not in (None, new) and (name in now or old)  # a critic apart is not for GRPO to continue

@@ -16,7 +16,7 @@ from lightrl.config import RunConfig, changed_options
 from lightrl.config.command_line import flatten
 from lightrl.config.paths import why_unreadable, why_unwritable
 from lightrl.config.yaml_text import read_yaml
-from lightrl.trainers.branching import require_continuable, require_same_kind
+from lightrl.trainers.branching import require_continuable, require_same_kind, require_same_roles
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,7 @@ def require_same(root: Path, config: RunConfig) -> None:
     _require_rows(root / "samples.jsonl")
     options = _read_config(saved)
     require_same_kind(f"--output_dir {root}", options, config)
+    require_same_roles(f"--output_dir {root}", options, config)
     different = changed_options(config, options)
     if different:
         listed = "; ".join(f"{name} was {old!r}, now {new!r}" for name, old, new in different[:6])

@@ -61,6 +61,24 @@ def test_what_a_checkpoint_decides_is_refused_at_once(
         find_checkpoint(config, tmp_path / "branch/checkpoints")
 
 
+def test_with_a_bound_the_same_ranks_sample(tmp_path: Path) -> None:
+    apart, bound = ["--rollout_ranks", "1"], ["--rollout.max_staleness", "1"]
+    for saved, asked, remedy in ((apart, [], "1, or another number above 0"), ([], apart, "0")):
+        run = saved_run(tmp_path / remedy[0], parse_config(GRPOConfig, [*saved, *bound]))
+        unbound = saved_run(tmp_path / f"unbound {remedy[0]}", parse_config(GRPOConfig, saved))
+        require_same(unbound, parse_config(GRPOConfig, asked))
+        with pytest.raises(
+            ValueError, match=f"^--output_dir {run} is of a run with .* Give --rollout_ranks {remedy}.$"
+        ):
+            require_same(run, parse_config(GRPOConfig, [*asked, *bound]))
+        config = parse_config(GRPOConfig, [*asked, *bound, "--resume", str(run)])
+        with pytest.raises(
+            ValueError, match=f"^--resume {run}/checkpoints/step-000002 is of a run with --rollout_ranks"
+        ):
+            find_checkpoint(config, tmp_path / "branch/checkpoints")
+        require_same(run, parse_config(GRPOConfig, ["--rollout_ranks", "2", *bound] if saved else bound))
+
+
 def test_a_critic_on_the_backbone_is_not_for_grpo(tmp_path: Path) -> None:
     run = saved_run(tmp_path / "run", parse_config(PPOConfig, ["--critic.shared_backbone", "True"]))
     with pytest.raises(ValueError, match="with --critic.shared_backbone True, and this run has None"):
