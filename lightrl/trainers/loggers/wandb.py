@@ -30,8 +30,8 @@ class WandbLogger:
         # the step is a metric like others: https://wandb.me/define-metric
         self._run.define_metric(_AXIS)
         self._run.define_metric("*", step_metric=_AXIS)
-        # Offline, W&B cannot ask how many rows the run has, and numbers those of each process from 0. A sync would then
-        # put the rows of a continued run in the place of the first ones.
+        # Offline, W&B cannot ask how many rows the run has, and numbers those of each process from 0: the rows of a
+        # continued run would have the numbers of the first ones when they are synced.
         self._first_row: int | None = run.step + 1 if run.step and self._run.offline else None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
