@@ -31,9 +31,9 @@ from lightrl.engines.colocated import ColocatedEngine, EngineStatus, SyncReport
 from lightrl.engines.weights.fingerprint import KnownWeights
 from lightrl.imports import load_object
 from lightrl.metrics import Statistics
-from lightrl.models.further_layers import STATED, drop_absent_layers
-from lightrl.models.multimodal import MediaProcessor, copy_processor
+from lightrl.models.multimodal import MediaProcessor
 from lightrl.models.policy import persistent_buffers
+from lightrl.models.saved_folder import complete_folder
 from lightrl.strategy import foreign_steps
 from lightrl.strategy.computation import check_compiler, compile_blocks, use_deterministic_kernels
 from lightrl.strategy.contract import ForeignNames
@@ -367,10 +367,7 @@ class StrategyBase(ForeignNames, ABC):
         full |= {name: buffer.cpu() for name, buffer in persistent_buffers(unwrapped)}
         if self.comm.is_main:
             unwrapped.save_pretrained(path, state_dict=full)
-            if hasattr(getattr(unwrapped, "config", None), "vision_config"):
-                copy_processor(unwrapped.name_or_path, Path(path))
-            if (file := Path(path) / "config.json").exists() and STATED.search(file.read_text(encoding="utf-8")):
-                drop_absent_layers(file, full)
+            complete_folder(unwrapped, Path(path), full)
             write_folder_hash(Path(path), full)
         self.comm.barrier()
 

@@ -1,4 +1,4 @@
-"""Configs of saved models state layers for further tokens only with their weights."""
+"""Folders of saved models: their configs state layers for further tokens only with their weights."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import transformers
+from torch import nn
 
-from lightrl.models.further_layers import drop_absent_layers
+from lightrl.models.saved_folder import complete_folder
 from lightrl.models.policy import load_policy
 from lightrl.strategy.torch_native import SingleStrategy
 from tests.programs.tiny_moe import CONFIGS, NUM_EXPERTS, SHAPE
@@ -29,14 +30,14 @@ def test_the_number_of_another_family_or_inside_a_section_is_known_too(tmp_path:
     assert saved_config(config, tmp_path)["mtp_num_hidden_layers"] == 0
     file = tmp_path / "config.json"
     file.write_text('{"text_config": {"num_mtp_layers": 12}, "num_hidden_layers": 3}')
-    drop_absent_layers(file, ["model.layers.0.mlp.weight"])
+    complete_folder(nn.Module(), tmp_path, ["model.layers.0.mlp.weight"])
     assert json.loads(file.read_text()) == {"text_config": {"num_mtp_layers": 0}, "num_hidden_layers": 3}
 
 
 @pytest.mark.parametrize("name", ["model.mtp_layers.0.input_proj.weight", "model.layers.61.eh_proj.weight"])
 def test_layers_whose_weights_are_saved_stay_stated(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"num_nextn_predict_layers": 1}')
-    drop_absent_layers(tmp_path / "config.json", ["lm_head.weight", name])
+    complete_folder(nn.Module(), tmp_path, ["lm_head.weight", name])
     assert json.loads((tmp_path / "config.json").read_text()) == {"num_nextn_predict_layers": 1}
 
 
