@@ -47,9 +47,16 @@ class CurriculumTrainer(Trainer):
         self.prompts.sampler = self.saved["sampler"] = self.curriculum
         super().resume()
 
+    def roll_out(self, count: int, first: int = 0) -> list[ScoredGroup]:
+        """Makes groups as the trainer does. Dynamic sampling drops some of them, so it has all of them noted here."""
+        groups: list[ScoredGroup] = super().roll_out(count, first)  # type: ignore[misc]
+        for group in groups if self._drops_groups else ():
+            self.note(group)
+        return groups
+
     def learn_from(self, groups: Sequence[ScoredGroup]) -> list[Experience]:
         """Learns from the groups after telling the curriculum the results of all ranks."""
-        for group in groups:
+        for group in () if self._drops_groups else groups:
             self.note(group)
         fresh, self._fresh = self._fresh, []
         everyones = self.strategy.comm.all_gather_object((fresh, self.curriculum.fingerprint))
@@ -58,6 +65,11 @@ class CurriculumTrainer(Trainer):
         self.curriculum.observe(self.step_index, [(index, mean) for _, index, mean in results])
         learned: list[Experience] = super().learn_from(groups)  # type: ignore[misc]
         return learned
+
+    @property
+    def _drops_groups(self) -> bool:
+        """Whether the trainer has dynamic sampling, which learns from some of the groups that it draws."""
+        return getattr(self, "dynamic_sampling", None) is not None
 
     def noting(self, keep: Filter) -> Filter:
         """Returns a filter that also tells the curriculum of the groups that it rejects."""

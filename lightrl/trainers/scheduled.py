@@ -184,6 +184,6 @@ def check_schedule(config: RolloutConfig) -> None:
     """Raises ValueError for options that a scheduled run does not support."""
     if getattr(getattr(config, "dynamic_sampling", None), "enabled", False):
         raise ValueError(
-            "--dynamic_sampling.enabled does not go with a schedule: use --rollout.filter unequal_rewards, which "
-            "replaces groups of equal rewards too."
+            "--dynamic_sampling.enabled does not go with a schedule, nor with --data.curriculum without "
+            "--rollout_ranks: use --rollout.filter unequal_rewards, which replaces groups of equal rewards too."
         )
