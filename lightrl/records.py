@@ -177,9 +177,12 @@ class ScoredGroup:
 
     @property
     def has_signal(self) -> bool:
-        """Whether the group can teach something: its rewards differ, and no baseline is missing."""
+        """Whether the group can teach something: its rewards differ, and no baseline is missing.
+
+        If the samples keep each reward by itself, for an estimator that compares these, one of them must differ.
+        """
         has_baseline = self.baseline is None or not math.isnan(self.baseline)
-        return len(set(self._known_rewards)) > 1 and has_baseline
+        return has_baseline and any(len(values) > 1 for values in self._compared)
 
     @property
     def ticket(self) -> int:
@@ -210,6 +213,15 @@ class ScoredGroup:
     def _known_rewards(self) -> list[float]:
         """The rewards that did not fail."""
         return [reward for reward in self.rewards if not math.isnan(reward)]
+
+    @property
+    def _compared(self) -> list[set[float]]:
+        """The different values of each reward that the samples keep, or else of the sums; failures are left out."""
+        pairs = zip(self.samples, self.rewards, strict=True)
+        kept = [sample.components for sample, reward in pairs if sample.components and not math.isnan(reward)]
+        labels = {label for components in kept for label in components}
+        values = [{components[label][1] for components in kept if label in components} for label in labels]
+        return [{value for value in one if not math.isnan(value)} for one in values] or [set(self._known_rewards)]
 
     def at(self, position: int) -> ScoredGroup:
         """Returns the group moved to another position of the batch."""

@@ -96,6 +96,29 @@ def test_the_oldest_version_is_of_a_token_that_the_policy_chose() -> None:
     assert (group.ticket, group.start_version, group.oldest_version) == (7, 2, 2)
 
 
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("components", "rewards", "has_signal"),
+    [
+        ([{}, {}], (1.0, 1.0), False),
+        ([{"math": 1.0, "form": 0.0}, {"math": 0.0, "form": 1.0}], (1.0, 1.0), True),  # each reward differs
+        ([{"math": 1.0, "form": 1.0}, {"math": 1.0, "form": 1.0}], (2.0, 2.0), False),
+        ([{"math": 1.0, "form": NAN}, {"math": NAN, "form": 0.5}], (1.0, 0.5), False),  # each one judges one sample
+        ([{"math": 1.0, "form": 0.0}, {"math": 0.0, "form": NAN}], (1.0, NAN), False),  # the second sample failed
+    ],
+)
+def test_a_group_whose_single_rewards_are_compared_needs_one_that_differs(
+    components: list[dict[str, float]], rewards: tuple[float, float], has_signal: bool
+) -> None:
+    samples = tuple(
+        dataclasses.replace(SAMPLE, components={label: (2.0, value) for label, value in given.items()})
+        for given in components
+    )
+    assert ScoredGroup(samples=samples, rewards=rewards, step=0).has_signal is has_signal
+
+
 def test_a_group_moves_as_a_whole() -> None:
     group = ScoredGroup(samples=(SAMPLE, dataclasses.replace(SAMPLE, sample_index=1)), rewards=(0.0, 1.0), step=4)
     moved = group.at(SAMPLE.position + 3)

@@ -39,24 +39,30 @@ class DifferingReward:
         self._values.clear()
 
     def judged(self, group: ScoredGroup) -> ScoredGroup:
-        """Returns a group whose sums differ with the values of the reward, where the run has computed it.
+        """Returns a group with a signal with the values of the reward alone, where the run has computed it.
 
         A group to which that reward does not apply is returned with its sums.
         """
         told = [sample.judged for sample in group.samples if sample.judged is not None]
         if len(told) == len(group.samples):
-            return replace(group, rewards=tuple(told))
+            return _alone(group, told)
         if not (self._values and group.has_signal):
             return group
         pairs = zip(group.samples, group.rewards, strict=True)
         values = [self._values.get((sample.key, sample.text), reward) for sample, reward in pairs]
         if all(value is None for value in values):
-            return group
-        return replace(group, rewards=tuple(NO_REWARD if value is None else value for value in values))
+            return _alone(group, group.rewards)
+        return _alone(group, [NO_REWARD if value is None else value for value in values])
 
     def completed(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
         """Returns the groups with what judged() says of them on their samples, for ranks that do not score."""
         return [_with_judgement(group, self.judged(group).rewards) for group in groups]
+
+
+def _alone(group: ScoredGroup, values: Sequence[float]) -> ScoredGroup:
+    """Returns the group with these rewards, and without those that an estimator would compare one by one."""
+    samples = tuple(replace(sample, components={}) if sample.components else sample for sample in group.samples)
+    return replace(group, samples=samples, rewards=tuple(values))
 
 
 def _with_judgement(group: ScoredGroup, values: Sequence[float]) -> ScoredGroup:

@@ -55,6 +55,25 @@ def test_a_rank_that_does_not_score_judges_as_the_one_that_does() -> None:
     assert [scoring.judged(one).rewards for one in groups] == [(0.0, 1.0)] * 4  # nothing heard
 
 
+@pytest.mark.parametrize("is_told", [False, True])
+def test_the_reward_alone_decides_where_each_reward_is_compared_by_itself(is_told: bool) -> None:
+    """Of prompts 1 and 3, the sums are equal and another reward differs; of 0, which it does not judge, the sums do."""
+    rewards = RewardSet.of(named)
+    judging = DifferingReward("named", rewards)
+    groups = [_with_another(group(index, (0.0, 1.0) if index == 0 else (1.0, 1.0))) for index in (0, 1, 3)]
+    rewards.run("named", [sample for one in groups for sample in one.samples], FailureBudget(9))
+    if is_told:
+        groups = [group_from_state(group_state(one), PROMPTS) for one in judging.completed(groups)]
+        judging = DifferingReward("named", RewardSet.of(named))
+    assert [one.has_signal for one in groups] == [True] * 3
+    assert [judging.judged(one).has_signal for one in groups] == [True, False, True]
+
+
+def _with_another(one: ScoredGroup) -> ScoredGroup:
+    samples = [replace(sample, components={"other": (1.0, float(sample.sample_index))}) for sample in one.samples]
+    return replace(one, samples=tuple(samples))
+
+
 def test_a_failure_stays_one_on_its_way() -> None:
     [sent] = DifferingReward("named", RewardSet.of(named)).completed([group(1, (NO_REWARD, 1.0))])
     back = group_from_state(group_state(sent), PROMPTS)
