@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from lightrl.data.sampler import PromptSampler
 from lightrl.metrics import Statistics
 from lightrl.models.policy import Policy
 from lightrl.records import Example, PackedBatch
+from lightrl.strategy.saving.state_reader import load_object
 from lightrl.trainers.fit import StepReport, Trainer
 from lightrl.trainers.policy_step import describe_update, even_parts
 from lightrl.trainers.run import RunContext, load_start_policy
@@ -47,13 +49,15 @@ class ExampleData:
             self.ends: set[int] = set()  # the last tokens of the turns to learn from
             self.train, self.num_skipped = _keep_fitting(run, build(run.train_records), self.ends)
             evaluated, _ = _keep_fitting(run, build(run.eval_records), set())
+            num_steps, num_drawn = _progress(run.checkpoint)
         evaluated = evaluated[: config.eval.max_examples or None]
         self.evaluation = [replace(example, position=position) for position, example in enumerate(evaluated)]
         self.sampler = PromptSampler(len(self.train), config.batch_size, config.seed)
         self._end = 0  # total number of examples to draw; 0 fills every batch
         if not config.max_steps:
             self._end = config.num_epochs * len(self.train)
-            config = replace(config, max_steps=-(-self._end // config.batch_size))
+            num_left = max(0, self._end - num_drawn)  # the steps so far may have had batches of other sizes
+            config = replace(config, max_steps=num_steps - (-num_left // config.batch_size))
         self.config: Any = config  # with max_steps
 
     @property
@@ -148,6 +152,14 @@ class ExampleLearner:
                 weight = float(self._weight(batch))
                 statistics.mean("loss", float(self._loss(output, batch, by_position, statistics)) * weight, weight)
         return {f"eval/{name}": value for name, value in statistics.reduce(trainer.strategy.comm).items()}
+
+
+def _progress(checkpoint: Path | None) -> tuple[int, int]:
+    """Returns how many steps a run has done before it continues from a checkpoint, and how many examples they took."""
+    if checkpoint is None or not (checkpoint / "state.pt").is_file():  # a strategy of a user may keep it elsewhere
+        return 0, 0
+    state = load_object(checkpoint / "state.pt")["client_state"]
+    return int(state["step"]), int(state.get("sampler", {}).get("num_drawn", 0))  # resume() refuses other states
 
 
 def _by_position(examples: Sequence[Example]) -> Examples:

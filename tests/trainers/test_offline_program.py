@@ -19,7 +19,15 @@ from offline_program import KINDS, fit
 from safetensors.torch import load_file
 
 from lightrl.builtin.model import builtin_tokenizer
-from lightrl.config import CheckpointConfig, ExampleEvalConfig, LogConfig, ResponseDataConfig, SFTConfig, parse_config
+from lightrl.config import (
+    CheckpointConfig,
+    ExampleEvalConfig,
+    LogConfig,
+    OptimConfig,
+    ResponseDataConfig,
+    SFTConfig,
+    parse_config,
+)
 from lightrl.models.reward_model import load_reward_model
 from lightrl.testing import run_program, run_spmd
 from lightrl.trainers.best import step_of_best
@@ -143,6 +151,39 @@ def test_a_run_that_goes_on_after_its_epochs_leaves_no_example_out(
     sft({**options, "max_steps": 0}, tmp_path / "run").fit()
     sft({**options, "max_steps": 4}, tmp_path / "run").fit()
     assert [row["epoch"] for row in metrics_of(tmp_path / "run")] == pytest.approx([0.8, 1.0, 1.8, 2.6])
+
+
+@pytest.mark.parametrize(
+    ("changes", "epochs"),
+    [
+        ({"batch_size": 2}, [1.2, 1.6, 2.0]),
+        ({"batch_size": 5}, [1.8, 2.0]),
+        ({"num_epochs": 3}, [1.6, 2.4, 3.0]),
+        ({"num_epochs": 1, "batch_size": 2}, [1.0]),
+    ],
+)
+def test_a_run_that_branches_off_learns_from_what_is_left_of_its_epochs(
+    changes: dict[str, int], epochs: list[float], offline_flags: Options, metrics_of: ReadMetrics, tmp_path: Path
+) -> None:
+    """The first run takes 4 of 5 examples in its first step. The rate of the other falls to the end of what is left."""
+    optim = OptimConfig(schedule="linear")
+    options = {**offline_flags("sft"), "max_steps": 0, "num_epochs": 2, "batch_size": 4, "optim": optim}
+    sft({**options, "num_epochs": 1}, tmp_path / "run", checkpoint=CheckpointConfig(every=1)).fit()
+    first = tmp_path / "run" / "checkpoints" / "step-000001"
+    sft({**options, **changes}, tmp_path / "branch", resume=str(first)).fit()
+    rows = metrics_of(tmp_path / "branch")
+    assert [row["epoch"] for row in rows] == pytest.approx(epochs)
+    assert not any(row["skipped_updates"] for row in rows)
+    assert rows[-1]["lr"] == pytest.approx(options["lr"] / (len(rows) + 1))  # of the whole schedule, one step before 0
+
+
+def test_an_epoch_more_after_a_short_last_batch_is_a_whole_one(
+    offline_flags: Options, metrics_of: ReadMetrics, tmp_path: Path
+) -> None:
+    options = {**offline_flags("sft"), "max_steps": 0, "batch_size": 4}  # 5 examples: 4 and 1
+    sft(options, tmp_path / "run").fit()
+    sft({**options, "num_epochs": 2}, tmp_path / "more", resume=str(tmp_path / "run")).fit()
+    assert [row["epoch"] for row in metrics_of(tmp_path / "more")] == pytest.approx([1.8, 2.0])
 
 
 def test_a_resumed_run_goes_on_with_the_same_numbers(
