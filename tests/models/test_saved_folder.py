@@ -8,8 +8,8 @@ import pytest
 import transformers
 from torch import nn
 
-from lightrl.models.saved_folder import complete_folder
 from lightrl.models.policy import load_policy
+from lightrl.models.saved_folder import complete_folder
 from lightrl.strategy.torch_native import SingleStrategy
 from tests.programs.tiny_moe import CONFIGS, NUM_EXPERTS, SHAPE
 
