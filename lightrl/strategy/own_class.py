@@ -49,20 +49,16 @@ def checked_class(name: str, kind: Any, base: type) -> type[Any]:
                 f"{kind.__name__}.{method}{signature} of strategy {name!r} cannot be called as {call}, as lightrl "
                 f"does: {error}. {_REMEDIES.get(method, _REMEDY)}"
             ) from None
-    _check_joins(name, kind, base)
     return kind
 
 
-def _check_joins(name: str, kind: type[Any], base: type[Any]) -> None:
-    """Raises ValueError for a setup_distributed() in which each rank would stay a world of its own."""
-    function = inspect.getattr_static(kind, "setup_distributed")
-    if not inspect.isfunction(function) or function is base.setup_distributed:
-        return
-    if not {"setup_distributed", "connect"}.intersection(inspect.unwrap(function).__code__.co_names):
-        raise ValueError(
-            f"{kind.__name__}.setup_distributed() of strategy {name!r} does not call super().setup_distributed(...), "
-            f"which connects the ranks and picks the device{place_of(function)}. Call it first, with its arguments."
-        )
+def ranks_apart(strategy: Any, world: int) -> ValueError:
+    """Returns the error about a setup_distributed() after which each rank is a world of its own."""
+    where = place_of(strategy.setup_distributed)
+    return ValueError(
+        f"{type(strategy).__name__}.setup_distributed() left each of {world} ranks alone{where}. Call "
+        "super().setup_distributed(...) in it, with its arguments, which connects the ranks and picks the device."
+    )
 
 
 def no_model(kind: type, returned: object) -> TypeError:

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightrl.builtin.model import builtin_model_path
 from lightrl.builtin.task import cached_model
+from lightrl.comm import known_world
 from lightrl.config import BUILTIN_MODEL, RolloutConfig, template_arguments
 from lightrl.data.chat_arguments import set_template_arguments, set_template_file
 from lightrl.data.media import PromptEncoder
@@ -33,6 +34,7 @@ from lightrl.models.routing_replay import attach_replay
 from lightrl.models.score_check import check_scores
 from lightrl.rollout.workflow import Workflow, load_workflow
 from lightrl.strategy import StrategyBase, create_strategy
+from lightrl.strategy.own_class import ranks_apart
 from lightrl.strategy.serving.adapter_source import check_adapters, serve_as_configured
 from lightrl.trainers.observer import Observer
 from lightrl.trainers.run_folder import RunFolder, TrainerConfig, open_folder
@@ -72,6 +74,8 @@ def open_run(config: TrainerConfig, *, kind: str, strategy: StrategyBase | None 
     workflow = load_workflow(config.rollout) if isinstance(config, RolloutConfig) and config.rollout.workflow else None
     strategy = strategy or create_strategy(config)
     strategy.setup_distributed()
+    if strategy.comm.world == 1 < known_world():
+        raise ranks_apart(strategy, known_world())
     comm, remote_code = strategy.comm, config.trust_remote_code
     folder, checkpoint = open_folder(config, kind, comm)
     checkpoint = checkpoint and newest_sound(checkpoint, comm, resume=config.resume)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from lightrl.config import GRPOConfig
@@ -16,6 +18,7 @@ from lightrl.strategy.base import StrategyBase, strategy_class
 from lightrl.strategy.own_class import checked_class
 from lightrl.strategy.torch_native import SingleStrategy, TorchStrategy
 from lightrl.testing.tiny_training import fresh, tiny_policy, train
+from lightrl.trainers.run import open_run
 
 
 class NoRate(SingleStrategy):
@@ -62,15 +65,9 @@ class Discarding(SingleStrategy):
         super().prepare_model(model)
 
 
-class Alone(SingleStrategy):
+class Lonely(SingleStrategy):
     def setup_distributed(self, timeout: Any = None, num_gpu_per_node: int = 8) -> None:
-        self.comm.barrier()
-
-
-class Announced(SingleStrategy):
-    def setup_distributed(self, timeout: Any = None, num_gpu_per_node: int = 8) -> None:
-        super().setup_distributed(timeout, num_gpu_per_node)
-        self.print("joined")
+        self.device = torch.device("cpu")
 
 
 class Simple(StrategyBase):
@@ -125,13 +122,16 @@ def test_the_strategies_of_lightrl_take_these_calls() -> None:
         assert checked_class(name, strategy_class(name), StrategyBase) is strategy_class(name)
 
 
-def test_a_strategy_whose_ranks_would_not_join_is_named() -> None:
-    wanted = r"Alone.setup_distributed\(\) of strategy '.*:Alone' does not call super\(\).*test_own_class"
-    with pytest.raises(ValueError, match=wanted):
-        create_strategy(GRPOConfig(strategy=f"{__name__}:Alone"))
+def test_a_strategy_that_leaves_its_ranks_alone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        ValueError, match=r"^Lonely.setup_distributed\(\) left each of 2 ranks alone, at line .*own_class"
+    ):
+        open_run(GRPOConfig(strategy=f"{__name__}:Lonely", output_dir=str(tmp_path / "run")), kind="grpo")
+    assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("kind", [Simple, Decorated, Announced])
+@pytest.mark.parametrize("kind", [Simple, Decorated])
 def test_what_lightrl_can_call_is_taken(kind: type) -> None:
     assert checked_class("own", kind, StrategyBase) is kind
 
