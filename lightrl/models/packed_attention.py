@@ -156,7 +156,7 @@ def packed_hidden_states(
     if group is not None:
         tokens, layout = _split(tokens, group)
     inputs: dict[str, Any] = {"input_ids": tokens.input_ids[None]} if embed is None else dict(embed(tokens))
-    if _takes_any_keyword(decoder):
+    if any(each.kind is each.VAR_KEYWORD for each in inspect.signature(decoder.forward).parameters.values()):
         inputs[LAYOUT_KEYWORD] = layout
     token = CURRENT_LAYOUT.set(layout)
     try:
@@ -252,11 +252,6 @@ def _refuse_call(
     if dropout != 0:
         raise ValueError(f"{name} has attention dropout {dropout}: set it to 0, since the loss compares two passes.")
     raise ValueError(f"{name} is not causal: {ATTENTION_NAME} is for decoders.")
-
-
-def _takes_any_keyword(decoder: nn.Module) -> bool:
-    parameters = inspect.signature(decoder.forward).parameters.values()
-    return any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def _to_heads(

@@ -33,7 +33,6 @@ from lightrl.imports import load_object
 from lightrl.metrics import Statistics
 from lightrl.models.multimodal import MediaProcessor
 from lightrl.models.policy import persistent_buffers
-from lightrl.models.saved_folder import complete_folder
 from lightrl.strategy import foreign_steps
 from lightrl.strategy.computation import check_compiler, compile_blocks, use_deterministic_kernels
 from lightrl.strategy.contract import ForeignNames
@@ -55,7 +54,7 @@ from lightrl.strategy.results import (
 )
 from lightrl.strategy.saving.background_save import BackgroundSaver
 from lightrl.strategy.saving.saver import TrainingStateSaver
-from lightrl.strategy.saving.state_files import write_folder_hash
+from lightrl.strategy.saving.state_files import complete_folder, write_folder_hash
 from lightrl.strategy.serving.colocated_serving import ColocatedServing, OffloadingServing
 from lightrl.strategy.serving.foreign_inputs import Decoder
 from lightrl.strategy.serving.residency import Residency

@@ -122,19 +122,16 @@ class WeightAccount:
 
     def problems(self) -> list[str]:
         """Returns a line for each refused, missing or lost tensor."""
+        missing = [name for name in self._shapes if self._arrived.isdisjoint(self._names_of.get(name, (name,)))]
         lost = {*self._lost_copies(), *(item.name for item in self._samples if not is_held(*item[1:]))}
         return [
             *self._problems,
-            *(f"missing {name}" for name in self._missing()),
+            *(f"missing {name}" for name in missing and self._one_of_each(missing)),
             *(f"the engine does not hold {name} as it was given" for name in sorted(lost)),
         ]
 
-    def _missing(self) -> list[str]:
-        """Names each parameter that did not arrive, by the first of its tied names."""
-        missing = [name for name in self._shapes if self._arrived.isdisjoint(self._names_of.get(name, (name,)))]
-        return self._one_of_each(missing) if missing else []
-
     def _one_of_each(self, names: list[str]) -> list[str]:
+        """Returns the first of each parameter's tied names."""
         first: dict[str | frozenset[str], str] = {}
         for name in names:
             first.setdefault(self._names_of.get(name, name), name)

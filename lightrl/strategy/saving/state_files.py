@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,12 +24,15 @@ from torch import Tensor
 
 from lightrl.checkpoint import load_json, save_bytes, save_json, save_tensors
 from lightrl.comm import Comm
+from lightrl.models.multimodal import copy_processor
 from lightrl.strategy.layout.plain import Piece
 
 HASH_FILE = "weights.sha256"
 _MODULUS = 1 << 256
 _FILE_BYTES = 2 << 30  # a file is written once it has this size, which bounds the memory it takes
 _CHECKED_BYTES = 4 << 20  # have their own checksum, so that checking a few rows reads little more than them
+_FURTHER_LAYERS = re.compile(r'"(num_nextn_predict_layers|mtp_num_hidden_layers|num_mtp_layers)": [1-9]\d*')
+_OF_SUCH_A_LAYER = re.compile("mtp|nextn|eh_proj")  # in the names of weights
 
 
 @dataclass(eq=False)
@@ -176,6 +180,25 @@ def write_folder_hash(folder: Path, in_memory: Mapping[str, Tensor | None] | Non
     with suppress(OSError):  # some file systems have no modes; safetensors gives its files 0600, whatever the umask
         for path in folder.glob("*.safetensors"):
             path.chmod((folder / HASH_FILE).stat().st_mode)
+
+
+def complete_folder(model: Any, folder: Path, saved: Iterable[str]) -> None:
+    """Completes what a model's save_pretrained() wrote: with its image processor, and no layer that was not saved."""
+    if hasattr(getattr(model, "config", None), "vision_config"):
+        copy_processor(model.name_or_path, folder)
+    config = folder / "config.json"
+    if config.exists() and _FURTHER_LAYERS.search(stated := config.read_text(encoding="utf-8")):
+        _drop_absent_layers(config, stated, saved)
+
+
+def _drop_absent_layers(config: Path, stated: str, saved: Iterable[str]) -> None:
+    """Sets the number of layers that predict further tokens (MTP) to 0, unless their weights are among the saved names.
+
+    Programs that read the number look for the weights, and transformers loads a model without them. It even states one
+    such layer for a DeepSeek-V3 that has none.
+    """
+    if not any(map(_OF_SUCH_A_LAYER.search, saved)):
+        config.write_text(_FURTHER_LAYERS.sub(r'"\1": 0', stated), encoding="utf-8")
 
 
 def write_state_hash(folder: Path) -> None:

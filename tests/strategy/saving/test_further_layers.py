@@ -9,7 +9,7 @@ import transformers
 from torch import nn
 
 from lightrl.models.policy import load_policy
-from lightrl.models.saved_folder import complete_folder
+from lightrl.strategy.saving.state_files import complete_folder
 from lightrl.strategy.torch_native import SingleStrategy
 from tests.programs.tiny_moe import CONFIGS, NUM_EXPERTS, SHAPE
 
