@@ -15,12 +15,14 @@ from typing import Any
 
 _OURS = Path(__file__).parent
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-_LACKING = "NoneType"  # in the message of an error about a missing return
+_PACKAGES = {"site-packages", "dist-packages"}  # also those of the user, or of the interpreter below a venv
+_NONE_TYPE = "NoneType"  # in the message of an error about a missing return
 
 
 def is_own(path: Path) -> bool:
     """Returns whether a file is a user's, and neither lightrl's nor a library's."""
-    return path.is_absolute() and not any(path.is_relative_to(folder) for folder in (str(_OURS), *_LIBRARIES))
+    is_ours = any(path.is_relative_to(folder) for folder in (str(_OURS), *_LIBRARIES))
+    return path.is_absolute() and not is_ours and _PACKAGES.isdisjoint(path.parts)
 
 
 def called_own_code(error: BaseException) -> str:
@@ -29,6 +31,13 @@ def called_own_code(error: BaseException) -> str:
     A function whose own line is in the traceback needs no such sentence. If the error is about None, the line may also
     be one further out, whose result was passed on.
     """
+    try:
+        return _told(error)
+    except Exception:  # from an attribute or a str() of the user's, and it must not take the place of the error
+        return ""
+
+
+def _told(error: BaseException) -> str:
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         path = Path(frame.f_code.co_filename)
         if is_own(path):
@@ -37,13 +46,13 @@ def called_own_code(error: BaseException) -> str:
             continue  # a library, which lightrl's line has called
         if found := next(_own_functions(frame, line), None):
             return _described(*found)
-        if _LACKING not in str(error):
+        if _NONE_TYPE not in str(error):
             return ""
     return ""
 
 
-def _own_functions(frame: FrameType, line: int) -> Iterator[tuple[str, FunctionType, Any]]:
-    """Yields name, function and owner of each user's function that is called in a line, or made a None in it."""
+def _own_functions(frame: FrameType, line: int) -> Iterator[tuple[FunctionType, Any]]:
+    """Yields function and owner of each user's function called in a line, or earlier for a None in that line."""
     try:
         tree = ast.parse("".join(linecache.getlines(frame.f_code.co_filename)))
     except SyntaxError:  # the file was changed during the run
@@ -61,7 +70,7 @@ def _own_functions(frame: FrameType, line: int) -> Iterator[tuple[str, FunctionT
                 function = function.func
             function = inspect.unwrap(getattr(function, "__func__", function)) if callable(function) else None
             if isinstance(function, FunctionType) and is_own(Path(function.__code__.co_filename)):
-                yield ast.unparse(node.func), function, owner
+                yield function, owner
 
 
 def _spans(node: ast.AST, line: int) -> bool:
@@ -78,11 +87,11 @@ def _resolved(node: ast.expr, scope: Mapping[str, Any]) -> tuple[Any, Any]:
     return owner, inspect.getattr_static(owner, node.attr, None)
 
 
-def _described(name: str, function: FunctionType, owner: object) -> str:
-    code, told = function.__code__, (inspect.getdoc(getattr(type(owner), function.__name__, None)) or "").split("\n")[0]
-    called = f"{type(owner).__name__}.{function.__name__}" if owner is not None else name
+def _described(function: FunctionType, owner: object) -> str:
+    code, name = function.__code__, function.__name__
+    told = (inspect.getdoc(getattr(type(owner), name)) or "").split("\n")[0] if hasattr(type(owner), name) else ""
     wanted = f" Its description: {told}" if told else ""
     return (
-        f"lightrl had called {called}(), at line {code.co_firstlineno} of {code.co_filename}: check what it returned."
-        f"{wanted}"
+        f"lightrl had called {function.__qualname__}(), at line {code.co_firstlineno} of {code.co_filename}: check "
+        f"what it returned.{wanted}"
     )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch import nn
 
+from lightrl import own_calls
 from lightrl.config import GRPOConfig
-from lightrl.own_calls import called_own_code
+from lightrl.own_calls import _described, called_own_code, is_own
 from lightrl.rank_board import describe
 from lightrl.strategy import create_strategy
 from lightrl.strategy.torch_native import SingleStrategy
@@ -107,6 +110,39 @@ def test_an_error_of_lightrl_alone_names_no_function() -> None:
     with pytest.raises(NotImplementedError, match="no inference engine") as caught:
         create_strategy(GRPOConfig(strategy="single")).serving.require_engine()
     assert called_own_code(caught.value) == ""
+
+
+def test_an_error_is_never_hidden_by_one_of_the_search_for_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = error_of(update, Groupless)
+
+    def fails(*given: object) -> Any:
+        raise RuntimeError("an attribute of the user's")
+
+    monkeypatch.setattr(own_calls, "_own_functions", fails)
+    assert called_own_code(error) == ""
+    assert "NoneType" in describe(error)
+
+
+def test_a_function_in_an_attribute_has_its_own_name() -> None:
+    runner = SimpleNamespace(reward=without_result)
+    assert _described(without_result, runner).startswith("lightrl had called without_result(), at line ")
+    assert "Its description" not in _described(without_result, runner)
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("/home/me/project/my_strategy.py", True),
+        ("/home/me/.local/lib/python3.11/site-packages/torch/nn/module.py", False),
+        ("/usr/lib/python3/dist-packages/torch/nn/module.py", False),
+        ("<string>", False),
+    ],
+)
+def test_packages_are_not_the_users_code_wherever_they_are_installed(path: str, expected: bool) -> None:
+    assert is_own(Path(path)) is expected
+
+
+def without_result() -> None: ...
 
 
 def test_a_mistake_before_the_training_names_the_function_too(capsys: pytest.CaptureFixture[str]) -> None:
