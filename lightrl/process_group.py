@@ -64,9 +64,10 @@ def join(device: torch.device, timeout: timedelta) -> Store:
 
 def why_not_joined(error: BaseException) -> str:
     """Returns a sentence about an error of torch's store before there was a process group; empty for other errors."""
-    if dist.is_initialized() or not isinstance(error, dist.DistStoreError | dist.DistNetworkError):
+    world, host = os.environ.get("WORLD_SIZE", "1"), os.environ.get("MASTER_ADDR", "?")
+    is_of_store = isinstance(error, dist.DistStoreError | dist.DistNetworkError)
+    if not is_of_store or dist.is_initialized() or world == "1" or "EADDRINUSE" in str(error):  # the port is taken
         return ""
-    world, host = os.environ.get("WORLD_SIZE", "?"), os.environ.get("MASTER_ADDR", "?")
     return (
         f"Not all {world} ranks have joined within --distributed.timeout_s: one has failed, was not started, or cannot "
         f"reach {host} (MASTER_ADDR). Look at the output of the other ranks."

@@ -118,6 +118,21 @@ def test_an_open_group_is_destroyed_at_exit_unless_the_program_failed(
     assert len(calls) == destroyed
 
 
+@pytest.mark.parametrize(
+    ("error", "world"),
+    [
+        (dist.DistNetworkError("The server socket has failed to listen. code: -98, name: EADDRINUSE"), "2"),
+        (dist.DistStoreError("timed out"), "1"),
+        (RuntimeError("timed out"), "2"),
+    ],
+)
+def test_other_errors_are_not_laid_to_ranks_that_never_joined(
+    error: Exception, world: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", world)
+    assert process_group.why_not_joined(error) == ""
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_whose_others_never_join_says_so(rank: int, tmp_path: Path) -> None:
     script = Path(__file__).parents[1] / "scripts" / "train_grpo.py"
