@@ -246,7 +246,7 @@ def _collapse(evidence: _Evidence) -> Finding | None:
     return Finding(
         "warning",
         _RUINED,
-        f"{told} {since:.3g} on the mean since: the update between them changed the policy too much. {remedy}",
+        f"{told} {since:.3g} on average since: the update between them changed the policy too much. {remedy}",
         "reward/mean",
     )
 
@@ -313,7 +313,7 @@ def _learning_rate(evidence: _Evidence) -> Finding | None:
     change = evidence.change.get("lr")
     if change is None or not highest or change.late > 0.2 * highest:
         return None
-    told = f"It was {change.late:.3g} on the mean after the reward stopped, and {highest:.3g} at its highest."
+    told = f"It was {change.late:.3g} on average after the reward stopped, and {highest:.3g} at its highest."
     return Finding("warning", "The learning rate had decayed", f"{told} See --optim.schedule and --max_steps.", "lr")
 
 
@@ -329,7 +329,7 @@ def _mismatch(evidence: _Evidence) -> Finding | None:
     change = evidence.change.get("mismatch/mean_abs")
     if change is None or change.late < 0.02:
         return None
-    told = f"Their logprobs differ by {change.late:.3g} on the mean (early: {change.early:.3g}): samples come from"
+    told = f"Their logprobs differ by {change.late:.3g} on average (early: {change.early:.3g}): samples come from"
     remedy = "Compare the dtypes, look at sync/canary_max_abs, and use --algorithm.correction tis."
     return Finding("warning", "Engine and trainer drift apart", f"{told} another policy. {remedy}", "mismatch/mean_abs")
 

@@ -62,7 +62,7 @@ def suspicions(samples: Sequence[Row]) -> list[Suspicion]:
 
 
 class PaidWrongly(NamedTuple):
-    """What the rewards of right and wrong responses say about the reward: a title and a sentence with its numbers."""
+    """A finding about a reward that pays wrong responses or does not pay right ones."""
 
     title: str
     text: str
@@ -76,28 +76,29 @@ def paid_wrongly(samples: Sequence[Row]) -> PaidWrongly | None:
 
 
 def _paid_without_answer(known: Sequence[tuple[Row, float]]) -> PaidWrongly | None:
-    """Returns the mean rewards with and without the answer, if late samples without it get nearly as much."""
+    """Returns a finding if late samples without the answer get nearly as much as samples with it."""
     late = max((_step(item) for item, _ in known), default=0) * 2 / 3
     right = [reward for item, reward in known if _holds_answer(item)]
     wrong = [reward for item, reward in known if _step(item) > late and not _holds_answer(item)]
     if min(len(right), len(wrong)) < _FEWEST_PAID:
         return None
-    got, got_right = statistics.fmean(wrong), statistics.fmean(right)
-    if got_right <= 0 or got < _NEARLY * got_right:
+    mean_wrong, mean_right = statistics.fmean(wrong), statistics.fmean(right)
+    if mean_right <= 0 or mean_wrong < _NEARLY * mean_right:
         return None
     return PaidWrongly(
         "Responses without the answer are paid as well",
-        f"Of the logged samples of the last third, those that lack the reference answer got {got:.3g} on the mean; "
-        f"those of the run that hold it got {got_right:.3g}. The reward pays for something else: read the samples that "
-        "are suspicious first, and test it on them.",
+        f"Of the logged samples of the last third, those that lack the reference answer got {mean_wrong:.3g} on "
+        f"average; those of the run that hold it got {mean_right:.3g}. The reward pays for something else: read the "
+        "samples that are suspicious first, and test it on them.",
     )
 
 
 def _unpaid_with_answer(known: Sequence[tuple[Row, float]]) -> PaidWrongly | None:
-    """Returns how many samples end with their answer, if all of them got the lowest reward."""
+    """Returns a finding if logged samples end with their answer and all of them got the lowest reward."""
     right = [reward for item, reward in known if _ends_with_answer(item)]
-    lowest = min((reward for _, reward in known), default=0.0)
-    if len(right) < _FEWEST_PAID or max(right) > lowest:
+    rewards = [reward for _, reward in known]
+    lowest, highest = min(rewards, default=0.0), max(rewards, default=0.0)
+    if len(right) < _FEWEST_PAID or max(right) > lowest or lowest == highest > 0:  # the last: all of them are paid
         return None
     return PaidWrongly(
         "Responses with the answer are not paid",

@@ -76,7 +76,7 @@ LIMITS = (
         "mismatch/mean_abs",
         "max_mismatch",
         lambda value, limits: value > limits.max_mismatch,
-        "the logprobs of the engine differ from the trainer's by {value:.3g} on the mean",
+        "the logprobs of the engine differ from the trainer's by {value:.3g} on average",
         "Compare the dtypes of engine and trainer, look at sync/canary_max_abs, and correct with "
         "--algorithm.correction tis.",
     ),
@@ -100,7 +100,7 @@ LIMITS = (
         "tokens/response_mean",
         "min_response_tokens",
         lambda value, limits: value <= limits.min_response_tokens,
-        "the responses have {value:.3g} tokens on the mean, and an empty one has its end token",
+        "the responses have {value:.3g} tokens on average, and an empty one has its end token",
         "If they are empty, check the chat template and the reward, which may prefer that, or lower --lr. If one token "
         "is a whole response, set --health.min_response_tokens 0.",
     ),

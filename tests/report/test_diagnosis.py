@@ -123,7 +123,7 @@ def test_a_reward_that_pays_wrong_answers_too() -> None:
     for best, others in ((0.45, []), (0.55, [a_sample(3, 0.55, "178")])):  # near the best, or not
         found = diagnose(dataclasses.replace(hacked, samples=[*right, *wrong, *others]))
         assert found[1].title == title, best
-        assert "got 0.4 on the mean" in found[1].text
+        assert "got 0.4 on average" in found[1].text
         assert "The evaluation still rises" not in [finding.title for finding in found]
     partly = [a_sample(step, 0.3, "179") for step in range(50, 58)]  # credit for a part is no hack
     for fair in (partly, wrong[:4], [item | {"step": 1} for item in wrong]):
@@ -144,6 +144,8 @@ def test_a_reward_that_does_not_pay_right_answers() -> None:
         "5 of 13 logged samples end with the reference answer, and all of them got 0, the lowe"
     )
     assert "Few groups teach anything" not in [finding.title for finding in others]  # which follows from it
+    solved = [a_sample(step, 1.0, "It is 178") for step in range(9)]
+    assert cause.title not in titles(dataclasses.replace(flat, samples=solved))  # the only reward pays
     for fair in (right[:4], [*right, a_sample(9, 1.0, "178")], [item | {"answer": None} for item in right]):
         assert cause.title not in titles(dataclasses.replace(flat, samples=[*fair, *wrong]))
 

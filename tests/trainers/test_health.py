@@ -28,12 +28,12 @@ GOOD = {
     [
         ("entropy", 0.0005, "collapsed to 0.0005 (--health.min_entropy 0.001). Raise --algorithm.entropy_coef"),
         ("reward/equal_groups", 1.0, "100.0% of the prompts got the same reward"),
-        ("mismatch/mean_abs", 0.25, "by 0.25 on the mean (--health.max_mismatch 0.1). Compare the dtypes"),
+        ("mismatch/mean_abs", 0.25, "by 0.25 on average (--health.max_mismatch 0.1). Compare the dtypes"),
         ("tokens/truncated", 1.0, "100.0% of the responses were cut off (--health.max_truncated 0.99). Raise"),
         (
             "tokens/response_mean",
             1.0,
-            "have 1 tokens on the mean, and an empty one has its end token (--health.min_response_tokens 1). If they",
+            "have 1 tokens on average, and an empty one has its end token (--health.min_response_tokens 1). If they",
         ),
         (
             "episode/failed_share",
@@ -175,7 +175,7 @@ def with_equal_rewards(trainer: GRPOTrainer) -> None:
     [
         (with_collapsed_entropy, "The entropy of the policy has collapsed"),
         (with_infinite_loss, "100.0% of the updates were skipped on all ranks"),
-        (with_other_logprobs, "the trainer's by 0.5 on the mean"),
+        (with_other_logprobs, "the trainer's by 0.5 on average"),
         (with_logprobs_of_nan, "Mismatch/mean_abs is not finite"),
         (with_equal_rewards, "100.0% of the prompts got the same reward"),
     ],
