@@ -112,9 +112,9 @@ class TorchStrategy(StrategyBase):
     ) -> None:
         if unknown:
             raise TypeError(f"backward() takes no {', '.join(sorted(unknown))}; known: weight.")
-        # Not averaging_ranks alone, which is 1 where gradients are summed.
-        at_once = self.averaging_ranks // self.gradient_parts if self.splits_models else self.comm.world
-        mean = 1 / (self.accumulation_steps * at_once)
+        mean = self.gradient_parts / (self.accumulation_steps * self.averaging_ranks)
+        if self.averaging_ranks == 1 and not self.splits_models:
+            mean /= self.comm.world  # the gradients of all ranks are added up
         with self.before_micro_batch(model, True):  # only optimizer_step() knows which micro-batch is the last
             self.run_backward(self.scale_loss(loss, mean, optimizer), model)
         self.trained.see(model, optimizer)
