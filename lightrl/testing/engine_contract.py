@@ -41,7 +41,8 @@ class EngineContract:
     engine: ClassVar[str]
     options: ClassVar[StrategyOptions] = StrategyOptions()
     draws_by_seed: ClassVar[bool] = True  # the tokens of a sample depend on (seed, sample, token index) alone
-    constrains_draws: ClassVar[bool] = True  # top-k, top-p, min_new_tokens and penalties count; False: all are refused
+    cuts_draws: ClassVar[bool] = True  # top-k and top-p count; False: they are refused
+    constrains_draws: ClassVar[bool] = True  # min_new_tokens and penalties count; False: they are refused
     resumes_exactly: ClassVar[bool] = True  # a sample that is aborted and resumed ends as if it had not been stopped
     has_cache: ClassVar[bool] = True  # requests under way can go on with the keys and values of older weights
 
@@ -110,21 +111,17 @@ class EngineContract:
             assert logits.argmax(-1).tolist() == list(item.output_token_ids)
 
     def test_a_limit_of_the_draws_that_it_does_not_know_is_refused(self, ready: ColocatedEngine) -> None:
-        if self.constrains_draws:
+        cuts: list[dict[str, Any]] = [] if self.cuts_draws else [{"top_k": 2}, {"top_p": 0.3}]
+        others: list[dict[str, Any]] = [] if self.constrains_draws else [{"min_new_tokens": 2}, {"presence_penalty": 1}]
+        if not cuts and not others:
             pytest.skip(f"{self.engine} takes all limits")
-        settings: list[dict[str, Any]] = [
-            {"top_k": 2},
-            {"top_p": 0.3},
-            {"min_new_tokens": 2},
-            {"presence_penalty": 1.0},
-        ]
-        for setting in settings:
+        for setting in (*cuts, *others):
             with pytest.raises(ValueError, match=next(iter(setting))):
                 ready.generate(PROMPTS[:1], [SamplingParams(max_new_tokens=4, **setting)])
 
     def test_top_k_and_top_p_leave_the_likeliest_tokens(self, ready: ColocatedEngine, source: PreTrainedModel) -> None:
-        if not self.constrains_draws:
-            pytest.skip(f"{self.engine} takes no limits")
+        if not self.cuts_draws:
+            pytest.skip(f"{self.engine} takes neither top-k nor top-p")
         plain = SamplingParams(max_new_tokens=12, ignore_eos=True, n=2, seed=3)
         for item in ready.generate([[7]], [replace(plain, top_k=2)]):
             for index, scores in enumerate(response_logits(source, item)):

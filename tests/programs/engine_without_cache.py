@@ -51,8 +51,7 @@ class EngineWithoutCache(InferenceEngine):
         self.samples: list[Sample] = []
 
     def submit(self, prompt: Any, params: SamplingParams) -> int:
-        if not params.is_trainable:
-            raise ValueError(f"This engine draws from the distribution at the temperature alone, not by {params}.")
+        params.require_trainable()  # it draws at the temperature alone
         ids, request_id = as_prompt(prompt).token_ids, self.num_requests
         self.num_requests += 1
         self.samples += [Sample(request_id, params.first_sample + i, ids, params) for i in range(params.n)]

@@ -5,5 +5,5 @@ from lightrl.testing import EngineContract
 
 class TestEngineWithoutCache(EngineContract):
     engine = "engine_without_cache:EngineWithoutCache"
-    constrains_draws = False
+    cuts_draws = constrains_draws = False
     has_cache = False
