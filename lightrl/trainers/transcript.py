@@ -21,17 +21,17 @@ class Transcript(Observer):
     def sample_columns(self, item: Experience) -> dict[str, Any]:
         """Returns `turns`: texts with their special tokens, each trained or only read, and the reward of a turn.
 
-        A part begins where a turn of the policy begins, and where its tokens or those of others end.
+        A part begins where a turn of the policy begins, and where trained tokens or those of others end.
         """
         sample = item.sample
-        own, ids = sample.is_own, sample.response_ids
-        changes = (index for index in range(1, len(ids)) if own[index] != own[index - 1])
+        kinds, ids = list(zip(sample.is_own, item.trained_tokens, strict=True)), sample.response_ids
+        changes = (index for index in range(1, len(ids)) if kinds[index] != kinds[index - 1])
         rewards = dict(zip(sample.turns, sample.turn_rewards, strict=False))
         bounds = sorted({*changes, *sample.turns, 0, len(ids)})
         turns: list[dict[str, Any]] = []
         for begin, end in pairwise(bounds):
             text = _REPEATED_PAD.sub(r"\1", self._decode(ids[begin:end]))
-            turns.append({"text": text, "is_trained": own[begin]})
+            turns.append({"text": text, "is_trained": kinds[begin][1]})
             if begin in rewards:
                 turns[-1]["reward"] = rewards[begin]
         return {"turns": turns}

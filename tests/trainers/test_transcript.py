@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,10 +18,10 @@ from lightrl.trainers.transcript import Transcript
 WORDS = {1: "6", 2: "<end>", 3: "no", 4: "<|image_pad|>", 5: "7"}
 
 
-def turns_of(sample: Sample) -> Any:
+def turns_of(sample: Sample, **fields: Any) -> Any:
     tokenizer = SimpleNamespace(decode=lambda ids: "".join(WORDS[i] for i in ids))
     columns = Transcript(SimpleNamespace(run=SimpleNamespace(tokenizer=tokenizer))).sample_columns
-    return columns(Experience(sample=sample, reward=1.0, advantage=0.0))["turns"]
+    return columns(Experience(sample=sample, reward=1.0, advantage=0.0, **fields))["turns"]
 
 
 def episode(ids: tuple[int, ...], own: tuple[bool, ...], **fields: Any) -> Sample:
@@ -35,6 +36,18 @@ def test_a_part_is_trained_or_read_and_has_the_reward_of_its_turn() -> None:
         {"text": "6<end>", "is_trained": True, "reward": 0.5},
         {"text": "no<|image_pad|>", "is_trained": False},
         {"text": "7", "is_trained": True, "reward": 1.0},
+    ]
+
+
+def test_what_an_episode_has_is_not_trained_if_it_is_left_out_of_the_loss_or_too_old() -> None:
+    sample = episode((1, 3, 5, 5), (True, False, True, True), turns=(0, 2), turn_rewards=())
+    assert [part["is_trained"] for part in turns_of(sample, is_trained=False)] == [False] * 3
+    newer = dataclasses.replace(sample, versions=(0, 0, 0, 1))
+    assert [(part["text"], part["is_trained"]) for part in turns_of(newer, min_version=1)] == [
+        ("6", False),
+        ("no", False),
+        ("7", False),
+        ("7", True),
     ]
 
 
