@@ -271,15 +271,15 @@ def _load_with(
     if parameters.keys() & given.keys():
         raise _given_twice(given, parameters, option)
     try:
-        function = load(kind, name, {**parameters, **given})
-        _check_result(kind, result := function(*trial()))
+        function, arguments = load(kind, name, {**parameters, **given}), trial()
+        result = function(*arguments)
+        _check_result(kind, result)
+        own = function if name in BUILTIN[kind] else OwnFunction.of(f"--{option} {name}", function, type(result))
+        if isinstance(own, OwnFunction):
+            own.check(result, arguments[0])
     except (ValueError, TypeError, ZeroDivisionError, RuntimeError) as error:
         raise _failed_trial(str(error), f"--{option}", name, parameters, given) from error
-    if name in BUILTIN[kind]:
-        return function
-    if kind == "advantage":
-        return OwnAdvantage.of(name, function)
-    return OwnFunction.of(f"--{option} {name}", function, type(result))
+    return OwnAdvantage.of(name, function) if kind == "advantage" and own is not function else own
 
 
 def _check_result(kind: Kind, result: object) -> None:

@@ -20,7 +20,7 @@ class OwnFunction(partial[Any]):
 
     @classmethod
     def of(cls, option: str, function: Callable[..., Any], kind: type) -> OwnFunction:
-        """Wraps a function that an option names, which has passed its trial."""
+        """Wraps a function that an option names, and that returned this kind in its trial."""
         own = cls(function)
         own.option, own.kind = option, kind
         return own
@@ -29,15 +29,19 @@ class OwnFunction(partial[Any]):
         """Returns what the function returns."""
         with settings_kept(self.option):
             returned = super().__call__(*arguments)
-        wanted, given = _shape(arguments[0]), _shape(returned)
-        if not isinstance(returned, self.kind) or given not in (None, wanted):
-            shape = "" if given is None else f" with values of shape {given}"
+        self.check(returned, arguments[0])
+        return returned
+
+    def check(self, returned: object, given: object) -> None:
+        """Raises TypeError unless a result has the kind of the trial's, and one value per token of what was given."""
+        wanted, found = _shape(given), _shape(returned)
+        if not isinstance(returned, self.kind) or found not in (None, wanted):
+            shape = "" if found is None else f" with values of shape {found}"
             told = "None" if returned is None else f"a {type(returned).__name__}{shape}"
             raise TypeError(
                 f"{self.option} returned {told}. It must return a {self.kind.__name__} with values of shape {wanted}, "
-                "one per token, as in its trial before the run."
+                "one per token."
             )
-        return returned
 
 
 def _shape(item: Any) -> list[int] | None:

@@ -55,6 +55,16 @@ OWN_MEAN = {"aggregation": f"{__name__}:own_mean"}
 OWN_KL = {"kl_estimator": f"{__name__}:own_kl", "kl_coef": 0.5}
 
 
+def own_averaged(tokens: PolicyTokens) -> Any:
+    return replace(policy_gradient(tokens), terms=policy_gradient(tokens).terms.mean())
+
+
+def test_the_trial_checks_what_the_run_does() -> None:
+    wanted = rf"--algorithm.loss {__name__}:own_averaged.* returned a TokenLoss with values of shape \[\]\. It must"
+    with pytest.raises(ValueError, match=wanted):
+        PolicyLoss(AlgorithmConfig(loss=f"{__name__}:own_averaged"))
+
+
 def test_traits_and_parameters_are_those_of_the_function() -> None:
     CHANGES.clear()
     loss = PolicyLoss(AlgorithmConfig(**OWN_LOSS))._policy_loss  # type: ignore[arg-type]
