@@ -1,4 +1,4 @@
-"""What a run cannot change that begins with a checkpoint of another run, found before it loads any weights."""
+"""Refuses, before weights are loaded, options that a run cannot change when it begins from another run's checkpoint."""
 
 from __future__ import annotations
 
@@ -47,25 +47,26 @@ def require_same_kind(run: str, saved: Mapping[str, Any], config: RunConfig) -> 
     before, now = kind_of(set(saved)), kind_of({item.name for item in fields(config)})
     if before != now and (before, now) != _CAN_CONTINUE:
         raise ValueError(
-            f"{run} is of a run of {before}, which a run of {now} cannot continue. Start anew from its model: --model "
-            "with final/ of its folder, and another --output_dir."
+            f"{run} comes from a run of {before}, which a run of {now} cannot continue. Start anew from its model: "
+            "give --model the final/ of its folder, and another --output_dir."
         )
 
 
 def require_same_roles(run: str, saved: Mapping[str, Any], config: RunConfig) -> None:
-    """Raises ValueError if samples may be older than the weights, and ranks of another role were sampling them."""
-    now = dict(flatten(as_dict(config)))
-    old, new, bound = saved.get("rollout_ranks", 0), now.get("rollout_ranks", 0), now.get("rollout.max_staleness", 0)
+    """Raises ValueError if --rollout_ranks is switched on or off in a run with a bound on staleness."""
+    before, now = dict(flatten(saved)), dict(flatten(as_dict(config)))
+    old, new = before.get("rollout_ranks", 0), now.get("rollout_ranks", 0)
+    bound = before.get("rollout.max_staleness", 0) and now.get("rollout.max_staleness", 0)
     if bool(old) != bool(new) and bound:
         raise ValueError(
-            f"{run} is of a run with --rollout_ranks {old}, and this run has {new}: with --rollout.max_staleness "
-            f"{bound}, ranks that only generate record what they have begun in another way than ranks that also train. "
+            f"{run} comes from a run with --rollout_ranks {old}, and this run has {new}: with --rollout.max_staleness "
+            f"{bound}, ranks that only generate store unfinished samples in another form than ranks that also train. "
             f"Give --rollout_ranks {f'{old}, or another number above 0' if old else 0}."
         )
 
 
 def kind_of(options: set[str]) -> str:
-    """Returns the kind of training that has these options, or most of them."""
+    """Returns the kind of training whose options match these best."""
     return min(_KINDS, key=lambda kind: len({item.name for item in fields(_KINDS[kind])} ^ options))
 
 
@@ -83,16 +84,23 @@ def require_continuable(checkpoint: Path, config: RunConfig) -> None:
     require_same_roles(f"--resume {checkpoint}", saved, config)
     for name, reason in _IN_CHECKPOINTS.items():
         old, new = before.get(name), now.get(name)
-        is_changed = old not in (None, new) and (name in now or old)  # a critic apart is not for GRPO to continue
+        is_changed = old not in (None, new) and (name in now or old)  # GRPO ignores a separate critic
         if is_changed and not _is_left_to_the_load(name, before, now):
-            raise ValueError(
-                f"--resume {checkpoint} is of a run with --{name} {old}, and this run has {new}: "
-                f"{reason}. Give the --{name} of that run, or start anew from its model: --model with final/ of its "
-                "folder."
-            )
+            raise _is_fixed(checkpoint, name, old, new if name in now else None, reason)
+
+
+def _is_fixed(checkpoint: Path, name: str, old: object, new: object, reason: str) -> ValueError:
+    """Returns the error about an option that a checkpoint fixes; new is None if this kind of run does not have it."""
+    given, remedy = new, f"Give the --{name} of that run, or start"
+    if new is None:
+        given, remedy = "no such option", "Start"
+    return ValueError(
+        f"--resume {checkpoint} comes from a run with --{name} {old}, and this run has {given}: {reason}. {remedy} "
+        "anew from its model: --model with final/ of its folder."
+    )
 
 
 def _is_left_to_the_load(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Returns whether another option decides if a difference matters: files have ranks, a curriculum draws prompts."""
+    """Returns whether the load decides: an adapter file has its own rank, and a curriculum draws without the seed."""
     others = {"lora.rank": "lora.path", "seed": "data.curriculum"}
     return name in others and any(options.get(others[name]) for options in (before, now))

@@ -58,7 +58,8 @@ def require_same(root: Path, config: RunConfig) -> None:
     _require_rows(root / "samples.jsonl")
     options = _read_config(saved)
     require_same_kind(f"--output_dir {root}", options, config)
-    require_same_roles(f"--output_dir {root}", options, config)
+    if any((root / "checkpoints").glob("step-*")):
+        require_same_roles(f"--output_dir {root}", options, config)
     different = changed_options(config, options)
     if different:
         listed = "; ".join(f"{name} was {old!r}, now {new!r}" for name, old, new in different[:6])
@@ -218,7 +219,7 @@ def cut_after(path: Path, steps_done: int) -> None:
         return
     if not path.exists():
         if path.stem == "metrics" and path.with_name("checkpoints").is_dir():  # a branch begins with neither
-            logger.warning("%s is gone: it lacks the steps up to %d, where the run goes on.", path, steps_done)
+            logger.warning("%s is gone, and with it the steps up to %d, after which the run goes on.", path, steps_done)
         return
     temporary, last = path.with_suffix(".tmp"), 0
     with temporary.open("wb") as kept:

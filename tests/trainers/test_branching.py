@@ -1,5 +1,6 @@
 """A run that begins with another run's checkpoint: what is refused before any weights are loaded."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -28,15 +29,17 @@ def test_a_run_continues_one_of_its_own_kind(saved: str, asked: str, tmp_path: P
     if saved == asked or (saved, asked) == ("PPO", "GRPO"):
         assert find_checkpoint(config, branch) == run / "checkpoints/step-000002"
         return
-    cannot = f"is of a run of {saved}, which a run of {asked} cannot continue. Start anew from its model: --model with"
-    with pytest.raises(ValueError, match=f"^--resume {run}/checkpoints/step-000002 {cannot} final/ of its folder"):
+    cannot = f"comes from a run of {saved}, which a run of {asked} cannot continue. Start anew from its model: give"
+    with pytest.raises(ValueError, match=f"^--resume {run}/checkpoints/step-000002 {cannot} --model the final/ of its"):
         find_checkpoint(config, branch)
 
 
 def test_the_folder_of_another_kind_of_run_is_not_continued(tmp_path: Path) -> None:
     run = saved_run(tmp_path, SFTConfig(train_data="a.jsonl"))
     require_same(run, SFTConfig(train_data="a.jsonl"))
-    with pytest.raises(ValueError, match=f"^--output_dir {run} is of a run of SFT, which a run of DPO cannot continue"):
+    with pytest.raises(
+        ValueError, match=f"^--output_dir {run} comes from a run of SFT, which a run of DPO cannot continue"
+    ):
         require_same(run, DPOConfig(train_data="a.jsonl"))  # no option of SFT is another one of DPO
 
 
@@ -57,31 +60,33 @@ def test_what_a_checkpoint_decides_is_refused_at_once(
 ) -> None:
     run = saved_run(tmp_path / "run", parse_config(kind, saved.split()))
     config = parse_config(kind, [*asked.split(), "--resume", str(run)])
-    with pytest.raises(ValueError, match=f"^--resume {run}/checkpoints/step-000002 is of a run with {said}"):
+    with pytest.raises(ValueError, match=f"^--resume {run}/checkpoints/step-000002 comes from a run with {said}"):
         find_checkpoint(config, tmp_path / "branch/checkpoints")
 
 
-def test_with_a_bound_the_same_ranks_sample(tmp_path: Path) -> None:
+def test_a_bounded_run_cannot_switch_rollout_ranks_on_or_off(tmp_path: Path) -> None:
     apart, bound = ["--rollout_ranks", "1"], ["--rollout.max_staleness", "1"]
     for saved, asked, remedy in ((apart, [], "1, or another number above 0"), ([], apart, "0")):
         run = saved_run(tmp_path / remedy[0], parse_config(GRPOConfig, [*saved, *bound]))
         unbound = saved_run(tmp_path / f"unbound {remedy[0]}", parse_config(GRPOConfig, saved))
         require_same(unbound, parse_config(GRPOConfig, asked))
         with pytest.raises(
-            ValueError, match=f"^--output_dir {run} is of a run with .* Give --rollout_ranks {remedy}.$"
+            ValueError, match=f"^--output_dir {run} comes from a run with .* Give --rollout_ranks {remedy}.$"
         ):
             require_same(run, parse_config(GRPOConfig, [*asked, *bound]))
         config = parse_config(GRPOConfig, [*asked, *bound, "--resume", str(run)])
         with pytest.raises(
-            ValueError, match=f"^--resume {run}/checkpoints/step-000002 is of a run with --rollout_ranks"
+            ValueError, match=f"^--resume {run}/checkpoints/step-000002 comes from a run with --rollout_ranks"
         ):
             find_checkpoint(config, tmp_path / "branch/checkpoints")
         require_same(run, parse_config(GRPOConfig, ["--rollout_ranks", "2", *bound] if saved else bound))
+        shutil.rmtree(run / "checkpoints")
+        require_same(run, parse_config(GRPOConfig, [*asked, *bound]))  # begins anew
 
 
-def test_a_critic_on_the_backbone_is_not_for_grpo(tmp_path: Path) -> None:
+def test_grpo_cannot_continue_a_critic_on_the_backbone(tmp_path: Path) -> None:
     run = saved_run(tmp_path / "run", parse_config(PPOConfig, ["--critic.shared_backbone", "True"]))
-    with pytest.raises(ValueError, match="with --critic.shared_backbone True, and this run has None"):
+    with pytest.raises(ValueError, match="with --critic.shared_backbone True, and this run has no such option"):
         find_checkpoint(GRPOConfig(resume=str(run)), tmp_path / "branch/checkpoints")
 
 

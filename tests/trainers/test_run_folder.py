@@ -162,7 +162,7 @@ def test_a_log_that_was_copied_before_the_checkpoint_is_told(tmp_path: Path, cap
     assert caplog.messages == [f"{folder.root}/metrics.jsonl lacks the steps after 2, though the run goes on after 4."]
 
 
-def test_a_log_that_is_gone_is_told_unless_the_run_branches_off(
+def test_a_missing_log_is_warned_of_unless_the_run_branches_off(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = used(tmp_path)
@@ -171,7 +171,7 @@ def test_a_log_that_is_gone_is_told_unless_the_run_branches_off(
     folder.checkpoints.mkdir()
     folder.open(GRPOConfig(), 4)
     assert caplog.messages == [
-        f"{folder.root}/metrics.jsonl is gone: it lacks the steps up to 4, where the run goes on."
+        f"{folder.root}/metrics.jsonl is gone, and with it the steps up to 4, after which the run goes on."
     ]
     folder.open(GRPOConfig(), 0)
     assert len(caplog.messages) == 1
