@@ -24,8 +24,9 @@ class Verifier:
             try:
                 reply = await self.client.post(self.url, json=question)
                 return float(reply.raise_for_status().json()["score"])
-            except httpx.HTTPError:
-                if attempt >= self.tries:
+            except httpx.HTTPError as error:
+                status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 503
+                if attempt >= self.tries or (status < 500 and status != 429):  # such as 401, which stays
                     raise
             await asyncio.sleep(self.wait_s * 2**attempt)
             attempt += 1

@@ -35,7 +35,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         is_refused = body["response"] not in self.server.asked or body["response"] == "bad"
         self.server.asked.append(body["response"])
-        self.send_response(503 if is_refused else 200)
+        self.send_response(401 if body["response"] == "secret" else 503 if is_refused else 200)
         self.end_headers()
         if not is_refused:
             self.wfile.write(json.dumps({"score": float(body["response"] == body["answer"])}).encode())
@@ -68,5 +68,8 @@ def test_a_refused_request_is_sent_again_and_one_client_serves_all_calls(service
         with pytest.raises(RewardError, match="HTTPStatusError: .*503"):
             runner.run([response("bad")], FailureBudget(0))
         assert service.asked.count("bad") == 4
+        with pytest.raises(RewardError, match="HTTPStatusError: .*401"):
+            runner.run([response("secret")], FailureBudget(0))
+        assert service.asked.count("secret") == 1  # the next answer would be the same
     finally:
         runner.close()
