@@ -179,7 +179,7 @@ class ScoredGroup:
     def has_signal(self) -> bool:
         """Whether the group can teach something: its rewards differ, and no baseline is missing.
 
-        If the samples keep each reward by itself, for an estimator that compares these, one of them must differ.
+        If the samples keep each reward by itself, for an estimator that compares these, one of the rewards must differ.
         """
         has_baseline = self.baseline is None or not math.isnan(self.baseline)
         return has_baseline and any(len(values) > 1 for values in self._compared)

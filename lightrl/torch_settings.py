@@ -18,7 +18,7 @@ def settings_kept(what: str) -> Iterator[None]:
 
 @contextmanager
 def kept_by_import(module: str) -> Iterator[None]:
-    """Raises RuntimeError with the name of a user's module, which the body imports, if that changes settings of torch.
+    """Raises RuntimeError that names a user's module if its import, in the body, changes settings of torch.
 
     The precision of float32 is not one of them here: a module may choose it for the whole run.
     """

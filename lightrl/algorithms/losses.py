@@ -123,8 +123,8 @@ def token_loss(terms: Tensor, log_ratio: Tensor, is_clipped: Tensor, mask: Tenso
 def _not_one_per_token(mask: Tensor, **given: Tensor) -> ValueError:
     shapes = " and ".join(f"{name} of shape {[*values.shape]}" for name, values in given.items())
     return ValueError(
-        f"token_loss() got {shapes} for {len(mask)} tokens. Give it one entry for each token; --algorithm.aggregation "
-        "takes the mean of the terms, and a metric is averaged over the tokens."
+        f"token_loss() got {shapes} for {len(mask)} tokens. Give one entry for each token; lightrl takes the means, "
+        "of the terms by --algorithm.aggregation and of a metric over the trained tokens."
     )
 
 

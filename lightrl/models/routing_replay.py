@@ -157,8 +157,8 @@ def _attention_of(layer: nn.Module) -> nn.Module:
 
 def _runs_apart(model_type: str) -> ValueError:
     return ValueError(
-        f"--routing.* needs whole packs, and {model_type} runs each of their sequences alone. Leave the options out, "
-        "or choose another model."
+        f"--routing.* needs whole packs, but models of type {model_type} run each sequence alone. Leave the options "
+        "out, or choose another model."
     )
 
 

@@ -14,7 +14,7 @@ from lightrl.trainers.token_advantages import TokenAdvantages
 def check_named(config: RunConfig) -> None:
     """Raises ValueError or ImportError for a name or a parameter that the run would refuse.
 
-    Classes are found and not constructed, because that of a reward or a workflow may start something.
+    Classes are looked up but not constructed: constructing a reward or a workflow may start something.
     """
     if isinstance(config, GRPOConfig | PPOConfig):
         _check_algorithm(config)
@@ -28,7 +28,7 @@ def check_named(config: RunConfig) -> None:
 
 
 def _check_algorithm(config: GRPOConfig | PPOConfig) -> None:
-    """Builds what the trainer builds first."""
+    """Builds the objective as the trainer would, which checks names and parameters."""
     if isinstance(config, GRPOConfig):
         teacher = config.distillation if config.teacher_model else None
         size, routing = config.group_size, config.routing

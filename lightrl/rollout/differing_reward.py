@@ -39,7 +39,7 @@ class DifferingReward:
         self._values.clear()
 
     def judged(self, group: ScoredGroup) -> ScoredGroup:
-        """Returns a group with a signal with the values of the reward alone, where the run has computed it.
+        """Returns the group with the values of this reward alone, if they are known and the group has a signal.
 
         A group to which that reward does not apply is returned with its sums.
         """

@@ -53,10 +53,10 @@ def checked_class(name: str, kind: Any, base: type) -> type[Any]:
 
 
 def ranks_apart(strategy: Any, world: int) -> ValueError:
-    """Returns the error about a setup_distributed() after which each rank is a world of its own."""
+    """Returns the error about a setup_distributed() that does not connect the ranks."""
     where = place_of(strategy.setup_distributed)
     return ValueError(
-        f"{type(strategy).__name__}.setup_distributed() left each of {world} ranks alone{where}. Call "
+        f"{type(strategy).__name__}.setup_distributed() did not connect the {world} ranks{where}. Call "
         "super().setup_distributed(...) in it, with its arguments, which connects the ranks and picks the device."
     )
 

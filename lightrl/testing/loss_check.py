@@ -41,7 +41,8 @@ class MadeTokens:
 def check_loss(loss: Callable[..., TokenLoss], **parameters: object) -> None:
     """Raises AssertionError if the value or gradient of a policy loss depends on how sequences are split.
 
-    The update has six sequences. One of them is not trained, another only in part; entries of untrained tokens are NaN.
+    The update has six sequences. One of them is not trained, another only in part. All that an untrained token has is
+    NaN, except for its logprob.
     It is computed as a whole and in four splits, with the means over tokens and over sequences.
 
     Args:
@@ -133,5 +134,5 @@ def _depends_on_the_split(
     return AssertionError(
         f"The loss {names[0]} under {names[1]} is {given.item():.6g} for the micro-batches {split} of an update and "
         f"{expected.item():.6g} for the whole of it, or their gradients differ. A term may depend only on the tokens "
-        "of its own sequence, and never on an entry where the mask is False: those are NaN here."
+        "of its own sequence, and never on an entry where the mask is False, most of which are NaN here."
     )

@@ -48,16 +48,16 @@ class CurriculumTrainer(Trainer):
         super().resume()
 
     def roll_out(self, count: int, first: int = 0) -> list[ScoredGroup]:
-        """Makes groups as the trainer does. Dynamic sampling drops some of them, so it has all of them noted here."""
+        """Makes groups, and notes all of them if dynamic sampling will drop some."""
         groups: list[ScoredGroup] = super().roll_out(count, first)  # type: ignore[misc]
-        for group in groups if self._drops_groups else ():
-            self.note(group)
+        if self._drops_groups:
+            self._note_all(groups)
         return groups
 
     def learn_from(self, groups: Sequence[ScoredGroup]) -> list[Experience]:
         """Learns from the groups after telling the curriculum the results of all ranks."""
-        for group in () if self._drops_groups else groups:
-            self.note(group)
+        if not self._drops_groups:
+            self._note_all(groups)
         fresh, self._fresh = self._fresh, []
         everyones = self.strategy.comm.all_gather_object((fresh, self.curriculum.fingerprint))
         require_equal([fingerprint for _, fingerprint in everyones])
@@ -70,6 +70,10 @@ class CurriculumTrainer(Trainer):
     def _drops_groups(self) -> bool:
         """Whether the trainer has dynamic sampling, which learns from some of the groups that it draws."""
         return getattr(self, "dynamic_sampling", None) is not None
+
+    def _note_all(self, groups: Sequence[ScoredGroup]) -> None:
+        for group in groups:
+            self.note(group)
 
     def noting(self, keep: Filter) -> Filter:
         """Returns a filter that also tells the curriculum of the groups that it rejects."""

@@ -16,8 +16,8 @@ _HELP = """\
 usage: lightrl hash RUN...
 
 Recompute the hashes of saved weights and compare them with those written beside them. RUN is the folder of a run, one
-of its checkpoints, or a folder with saved weights; of several, equal weights have equal hashes. The exit code is 1 if a
-hash differs from the one beside it, or a file cannot be read."""
+of its checkpoints, or a folder with saved weights. Equal weights have equal hashes, so name several folders to compare
+them. The exit code is 1 if a hash differs from the one written beside it, or a file cannot be read."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -37,7 +37,8 @@ def main(argv: Sequence[str]) -> int:
         for folder in folders:
             found, problem = compared(folder)
             name = folder.name if folder == root else folder.relative_to(root).as_posix()
-            sys.stdout.write(f"{found}  {name if len(saved) == 1 else folder}{problem and f': {problem}'}\n")
+            shown = folder if len(saved) > 1 else name
+            sys.stdout.write(f"{found}  {shown}{problem and f': {problem}'}\n")
             code |= problem.startswith(("differs", "cannot"))
     return int(code)
 

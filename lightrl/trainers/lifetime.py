@@ -218,7 +218,8 @@ def _mistake_in(error: BaseException) -> BaseException | None:
 def _refuse(mistake: BaseException, error: BaseException) -> None:
     """Prints a mistake that was found before a trainer was built, and leaves no folder of the run."""
     remove_empty_runs()
-    line = line_of_own_code(error) or f"\n{called_own_code(error)}".rstrip()
+    called = called_own_code(error)
+    line = line_of_own_code(error) or (f"\n{called}" if called else "")
     print_user_error(ValueError(f"{mistake}{line}") if line else mistake)
     let_first_rank_tidy_up()
 

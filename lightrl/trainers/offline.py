@@ -57,7 +57,7 @@ class ExampleData:
         if not config.max_steps:
             self._end = config.num_epochs * len(self.train)
             num_left = max(0, self._end - num_drawn)  # the steps so far may have had batches of other sizes
-            config = replace(config, max_steps=num_steps - (-num_left // config.batch_size))
+            config = replace(config, max_steps=num_steps + -(-num_left // config.batch_size))
         self.config: Any = config  # with max_steps
 
     @property

@@ -62,7 +62,7 @@ def test_token_loss_clears_what_is_masked() -> None:
 def test_token_loss_takes_one_entry_per_token(shape: tuple[int, ...]) -> None:
     mask, zeros = torch.tensor([True, False]), torch.zeros(2)
     for terms, is_clipped in ((torch.ones(shape), mask), (zeros, torch.ones(shape).bool())):
-        with pytest.raises(ValueError, match=r"terms of shape .* for 2 tokens. Give it one entry for each token"):
+        with pytest.raises(ValueError, match=r"terms of shape .* for 2 tokens. Give one entry for each token"):
             token_loss(terms, zeros, is_clipped, mask)
 
 

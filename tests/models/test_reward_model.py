@@ -44,7 +44,7 @@ CONFIGS: dict[str, Any] = {
 
 
 def with_vision() -> Any:
-    """A config whose text has one of its own, and which itself states no padding token."""
+    """Returns a config that has a text config inside and states no padding token itself."""
     text = {**SHAPE, "vocab_size": 32, "head_dim": 8}
     vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     return transformers.Gemma3Config(

@@ -100,7 +100,7 @@ def test_recurrent_layers_leave_the_experts_to_the_router(family: str) -> None:
 
 def test_a_model_that_runs_each_sequence_alone_is_refused() -> None:
     """Its routers would see one sequence at a time, and the losses of the routers need a whole pack."""
-    with pytest.raises(ValueError, match=r"needs whole packs, and minimax runs each of their sequences alone"):
+    with pytest.raises(ValueError, match=r"needs whole packs, but models of type minimax run each sequence alone"):
         attach_replay(Policy(tiny_hybrid("minimax")), keeps_logits=True)
 
 
@@ -109,7 +109,7 @@ def test_a_layer_of_experts_alone_is_refused() -> None:
         attach_replay(Policy(tiny_hybrid("nemotron_h")), keeps_logits=False)
 
 
-def test_layers_that_do_not_hand_the_experts_on_are_told() -> None:
+def test_layers_that_do_not_hand_the_experts_on_are_refused() -> None:
     model = policy("qwen3_moe")
     layer = model.hf.get_submodule(routers_of(model.hf)[1].layer_name)
 

@@ -20,7 +20,7 @@ def test_the_help_explains_the_options_of_the_plan(words: list[str], capsys: pyt
     assert "lightrl train grpo" in said.splitlines()[-1]
 
 
-def test_the_help_about_a_word_is_about_the_trainer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_with_a_word_searches_the_trainers_options(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["plan", "grpo", "--help", "lora"])
     assert not end.value.code

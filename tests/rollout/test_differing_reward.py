@@ -57,7 +57,7 @@ def test_a_rank_that_does_not_score_judges_as_the_one_that_does() -> None:
 
 @pytest.mark.parametrize("is_told", [False, True])
 def test_the_reward_alone_decides_where_each_reward_is_compared_by_itself(is_told: bool) -> None:
-    """Of prompts 1 and 3, the sums are equal and another reward differs; of 0, which it does not judge, the sums do."""
+    """Prompts 1 and 3 have equal sums and another reward that differs. Prompt 0 is not judged, and its sums differ."""
     rewards = RewardSet.of(named)
     judging = DifferingReward("named", rewards)
     groups = [_with_another(group(index, (0.0, 1.0) if index == 0 else (1.0, 1.0))) for index in (0, 1, 3)]

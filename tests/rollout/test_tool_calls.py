@@ -226,7 +226,7 @@ def test_a_tool_whose_own_work_is_cancelled_is_answered_for() -> None:
     assert found == [("error: the call was cancelled", True), ("fine", False)]
 
 
-def test_a_late_tool_that_is_async_is_ended() -> None:
+def test_a_late_async_tool_is_cancelled() -> None:
     ended: list[str] = []
 
     async def late() -> None:

@@ -68,7 +68,7 @@ def test_even_families_stay_where_they_are() -> None:
     assert found.targets == found.owners == [0, 1]
 
 
-def test_some_families_per_rank_are_enough() -> None:
+def test_families_are_halved_only_if_ranks_have_few() -> None:
     def deal(mine: list[Sized]) -> Dealt:
         return dealt([[one.num_tokens for one in mine], []])
 

@@ -125,7 +125,7 @@ def test_the_strategies_of_lightrl_take_these_calls() -> None:
 def test_a_strategy_that_leaves_its_ranks_alone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(
-        ValueError, match=r"^Lonely.setup_distributed\(\) left each of 2 ranks alone, at line .*own_class"
+        ValueError, match=r"^Lonely.setup_distributed\(\) did not connect the 2 ranks, at line .*own_class"
     ):
         open_run(GRPOConfig(strategy=f"{__name__}:Lonely", output_dir=str(tmp_path / "run")), kind="grpo")
     assert not list(tmp_path.iterdir())

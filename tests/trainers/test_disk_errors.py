@@ -137,6 +137,7 @@ def test_a_checkpoint_that_does_not_fit_leaves_the_room_to_the_rest_of_the_run(
     fit(trainer)
     trainer.close()
     assert "step-000001" in seen
+    assert "step-000003" not in seen  # the disk was full indeed
     assert not [name for name in seen if name.startswith(".")]
 
 

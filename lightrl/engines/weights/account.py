@@ -306,4 +306,4 @@ class RankAgreement:
         found = dict(zip(self._read, self._sums.totals().tolist(), strict=True))
         totals = torch.tensor([found.get(name, 0) for name in self._order])
         largest, smallest = self._comm.all_reduce(torch.stack([totals, ~totals]), "max")  # ~x falls as x grows
-        return [f"{name} differs between the ranks" for name in compress(self._order, largest != ~smallest)]
+        return [f"{name} differs between the ranks" for name in compress(self._order, (largest != ~smallest).tolist())]

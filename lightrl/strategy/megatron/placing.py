@@ -42,7 +42,9 @@ class Placed:
             values, final = _values(stage, hidden, batch, pack)
             return StateValues(values=values, final_values=final)
         if isinstance(model, RewardModel):
-            positions = last_positions(batch.input_ids, batch.cu_seqlens, model.hf.config.pad_token_id)
+            positions = last_positions(
+                batch.input_ids, batch.cu_seqlens, model.hf.config.get_text_config().pad_token_id
+            )
             return stage.values_at(hidden, positions, pack)
         assert isinstance(model, Policy)
         if "scores" in model.__dict__:  # replaced by a user's function of the logits for a while

@@ -32,7 +32,7 @@ _MODULUS = 1 << 256
 _FILE_BYTES = 2 << 30  # a file is written once it has this size, which bounds the memory it takes
 _CHECKED_BYTES = 4 << 20  # have their own checksum, so that checking a few rows reads little more than them
 _FURTHER_LAYERS = re.compile(r'"(num_nextn_predict_layers|mtp_num_hidden_layers|num_mtp_layers)": [1-9]\d*')
-_OF_SUCH_A_LAYER = re.compile("mtp|nextn|eh_proj")  # in the names of weights
+_NAME_OF_FURTHER_LAYER = re.compile("mtp|nextn|eh_proj")  # in the names of weights
 
 
 @dataclass(eq=False)
@@ -183,7 +183,7 @@ def write_folder_hash(folder: Path, in_memory: Mapping[str, Tensor | None] | Non
 
 
 def complete_folder(model: Any, folder: Path, saved: Iterable[str]) -> None:
-    """Completes what a model's save_pretrained() wrote: with its image processor, and no layer that was not saved."""
+    """Adds the image processor to a saved model's folder, and corrects its config where layers were not saved."""
     if hasattr(getattr(model, "config", None), "vision_config"):
         copy_processor(model.name_or_path, folder)
     config = folder / "config.json"
@@ -194,10 +194,10 @@ def complete_folder(model: Any, folder: Path, saved: Iterable[str]) -> None:
 def _drop_absent_layers(config: Path, stated: str, saved: Iterable[str]) -> None:
     """Sets the number of layers that predict further tokens (MTP) to 0, unless their weights are among the saved names.
 
-    Programs that read the number look for the weights, and transformers loads a model without them. It even states one
-    such layer for a DeepSeek-V3 that has none.
+    Programs that read the number look for the weights, and transformers loads a model without them. transformers even
+    states one such layer for a DeepSeek-V3 that has none.
     """
-    if not any(map(_OF_SUCH_A_LAYER.search, saved)):
+    if not any(map(_NAME_OF_FURTHER_LAYER.search, saved)):
         config.write_text(_FURTHER_LAYERS.sub(r'"\1": 0', stated), encoding="utf-8")
 
 

@@ -201,8 +201,8 @@ class ColocatedServing:
         try:
             report = engine.update_weights(watched, version, expected=expected)
         except WeightSyncError:
-            deque(watched, maxlen=0)  # what the engine did not take: the other ranks wait for it
-            agreement.problems()  # and here
+            deque(watched, maxlen=0)  # every rank has to read all weights: reading them is a collective
+            agreement.problems()  # which is one too
             raise
         problems = agreement.problems()
         engine.version = None  # until it is known that all ranks have the weights: they generate together

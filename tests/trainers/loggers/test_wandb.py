@@ -61,7 +61,7 @@ def test_the_rows_of_a_continued_offline_run_follow_those_before(logged_run: Log
 
 
 def row_numbers(path: Path) -> list[int]:
-    """Returns W&B's own number of each row in its file, where it follows its name as field 16 of an item, a text.
+    """Returns W&B's own number of each row: in its file a text, field 16, that follows the name `_step`.
 
     The file also has a summary after each row, with the same number.
     """
