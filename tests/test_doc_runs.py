@@ -22,6 +22,7 @@ from tiny_page_inputs import save_named_model, write_inputs
 from lightrl.testing import run_program, run_spmd
 
 NOT_RUN = {
+    "--reward examples/http_reward.py": "it asks a service: tests/rewards/test_http_reward.py has one",
     "--engine sglang": "SGLang has an environment of its own: tests/engines/real_sglang runs there",
     "--rollout.workflow verifiers": "verifiers asks for other versions: test_verifiers_environment.py runs with it",
 }
