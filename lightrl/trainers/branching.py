@@ -45,7 +45,7 @@ def require_same_kind(run: str, saved: Mapping[str, Any], config: RunConfig) -> 
         saved: the content of the run's config.yaml, perhaps of an earlier version with fewer options.
     """
     before, now = kind_of(set(saved)), kind_of({item.name for item in fields(config)})
-    if before != now and (before, now) != _CAN_CONTINUE:
+    if before and before != now and (before, now) != _CAN_CONTINUE:
         raise ValueError(
             f"{run} comes from a run of {before}, which a run of {now} cannot continue. Start anew from its model: "
             "give --model the final/ of its folder, and another --output_dir."
@@ -66,8 +66,10 @@ def require_same_roles(run: str, saved: Mapping[str, Any], config: RunConfig) ->
 
 
 def kind_of(options: set[str]) -> str:
-    """Returns the kind of training whose options match these best."""
-    return min(_KINDS, key=lambda kind: len({item.name for item in fields(_KINDS[kind])} ^ options))
+    """Returns the kind of training whose options match these best; empty if these are too few to tell."""
+    known = {kind: {item.name for item in fields(options_of)} for kind, options_of in _KINDS.items()}
+    best = min(known, key=lambda kind: len(known[kind] ^ options))
+    return best if len(options) > len(known[best]) / 2 else ""
 
 
 def require_continuable(checkpoint: Path, config: RunConfig) -> None:

@@ -1,12 +1,14 @@
 """A run that begins with another run's checkpoint: what is refused before any weights are loaded."""
 
 import shutil
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from lightrl.checkpoint import CheckpointDirectory
 from lightrl.config import DPOConfig, GRPOConfig, PPOConfig, RMConfig, RunConfig, SFTConfig, parse_config, to_yaml
+from lightrl.trainers.branching import kind_of
 from lightrl.trainers.earlier_run import find_checkpoint, require_same
 
 KINDS = {"GRPO": GRPOConfig, "PPO": PPOConfig, "SFT": SFTConfig, "DPO": DPOConfig, "a reward model": RMConfig}
@@ -41,6 +43,11 @@ def test_the_folder_of_another_kind_of_run_is_not_continued(tmp_path: Path) -> N
         ValueError, match=f"^--output_dir {run} comes from a run of SFT, which a run of DPO cannot continue"
     ):
         require_same(run, DPOConfig(train_data="a.jsonl"))  # no option of SFT is another one of DPO
+
+
+def test_a_config_with_few_options_is_of_no_kind() -> None:
+    assert kind_of({"lr", "seed", "max_steps"}) == ""
+    assert kind_of({item.name for item in fields(GRPOConfig)} - {"lr", "seed"}) == "GRPO"
 
 
 @pytest.mark.parametrize(
