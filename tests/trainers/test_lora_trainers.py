@@ -126,10 +126,16 @@ def test_a_run_without_adapters_is_not_continued_with_them(toy_flags: list[str],
     lora = ["--lora.rank", "2"]
     for name, adapters in (("whole", []), ("adapters", lora)):
         GRPOTrainer(parse_config(GRPOConfig, [*flags, *adapters, "--output_dir", str(tmp_path / name)])).fit()
-    for start, adapters, told in (
-        ("whole", lora, r"holds all weights, and this run trains adapters \(--lora"),
-        ("adapters", [], "holds adapters, and this run trains all weights"),
+    for start, adapters, ranks, told in (
+        ("whole", lora, (0, 2), r"holds all weights, and this run trains adapters \(--lora"),
+        ("adapters", [], (2, 0), "holds adapters, and this run trains all weights"),
     ):
         branch = ["--resume", str(tmp_path / start), "--output_dir", str(tmp_path / f"from-{start}")]
+        config = parse_config(GRPOConfig, [*flags, *adapters, *branch])
+        with pytest.raises(
+            ValueError, match="with --lora.rank {}, and this run has {}: .* Give the --lora".format(*ranks)
+        ):
+            GRPOTrainer(config)
+        (tmp_path / start / "config.yaml").unlink()  # as in a copy of the checkpoint alone
         with pytest.raises(ValueError, match=rf"step-000001 {told}.* Give the --lora"):
-            GRPOTrainer(parse_config(GRPOConfig, [*flags, *adapters, *branch])).fit()
+            GRPOTrainer(config).fit()
