@@ -18,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from transformers import PreTrainedModel
 
 from lightrl.models.per_sequence import RUNS_APART
+from lightrl.models.router_biases import router_biases
 from lightrl.records import PackedBatch
 from lightrl.strategy.computation import enable_gradient_checkpointing
 from lightrl.strategy.layout.host_layout import HostLayout
@@ -88,7 +89,7 @@ class FSDPStrategy(TorchStrategy):
             enable_gradient_checkpointing(self.unwrap_model(model))
         source = {name: tensor.detach() for name, tensor in _named_tensors(model)} if self.comm.is_main else {}
         self._split(model)
-        settings = self._sharding()
+        settings = self._sharding(model)
         if self.options.dtype == "bfloat16":
             self._shard_float32_parts(model, settings)
         for block in reversed(transformer_blocks(model)):  # blocks inside blocks first
@@ -97,6 +98,8 @@ class FSDPStrategy(TorchStrategy):
         fully_shard(model, mesh=self.meshes.rest, **{**settings, "reshard_after_forward": False})
         model.to_empty(device="cpu" if self.options.fsdp.cpu_offload else self.device)
         move_buffers(model, self.device)  # even with --fsdp.cpu_offload, as they are used with activations
+        for bias in router_biases(model).values():
+            bias.data = bias.data.to(self.device)
         for name, tensor in _named_tensors(model):
             self._fill_from_main(tensor, source.pop(name, None))
         return model
@@ -127,7 +130,7 @@ class FSDPStrategy(TorchStrategy):
             splittable.sequence_group = UlyssesGroup(self.meshes.tokens.get_group())
         model.register_forward_pre_hook(self._require_same_batch)
 
-    def _sharding(self) -> dict[str, Any]:
+    def _sharding(self, model: nn.Module) -> dict[str, Any]:
         fsdp = self.options.fsdp
         compute = torch.bfloat16 if self.options.dtype == "bfloat16" else None
         reduce = torch.bfloat16 if fsdp.reduce_dtype == "bfloat16" else torch.float32
@@ -136,6 +139,7 @@ class FSDPStrategy(TorchStrategy):
             "reshard_after_forward": fsdp.reshard_after_forward,
             "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce),
             "offload_policy": offload,
+            "ignored_params": set(router_biases(model).values()),  # every rank has them whole, as gathering rounds
         }
 
     @torch.no_grad()

@@ -44,11 +44,21 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "granitemoe": lambda: transformers.GraniteMoeConfig(**SHAPE, num_local_experts=NUM_EXPERTS),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(**{**SHAPE, **DEEPSEEK}, first_k_dense_replace=0),
 }
+FULL: dict[str, Any] = {"layer_types": ["full_attention"] * NUM_LAYERS}
+BIASED: dict[str, Callable[[], Any]] = {  # the biases of their routers are parameters
+    "afmoe": lambda: transformers.AfmoeConfig(**SHAPE, **QWEN, **FULL, head_dim=8, num_dense_layers=0),
+    "ernie4_5_moe": lambda: transformers.Ernie4_5_MoeConfig(
+        **SHAPE, moe_num_experts=NUM_EXPERTS, moe_k=TOP_K, moe_intermediate_size=16, moe_layer_start_index=0
+    ),
+    "laguna": lambda: transformers.LagunaConfig(
+        **SHAPE, **QWEN, **FULL, head_dim=8, shared_expert_intermediate_size=16, mlp_layer_types=["sparse"] * NUM_LAYERS
+    ),
+}
 
 
 def tiny_moe(name: str, seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
+    model = transformers.AutoModelForCausalLM.from_config((CONFIGS | BIASED)[name]())
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.3)

@@ -47,6 +47,7 @@ from lightrl.models.fixed_rope import fix_frequencies, fixed_length
 from lightrl.models.multimodal import FAMILIES, MediaProcessor
 from lightrl.models.packed_attention import varies_with_length
 from lightrl.models.policy import model_loader, stated_context
+from lightrl.models.router_biases import hold_in_float32
 from lightrl.records import EncodedPrompt
 from lightrl.seeding import uniform_array
 
@@ -102,16 +103,16 @@ def empty_copy(source: PreTrainedModel, dtype: torch.dtype, device: torch.device
     attention = "sdpa" if source._supports_sdpa else "eager"
     with torch.device("meta"):
         model: PreTrainedModel = model_loader(config).from_config(config, dtype=dtype, attn_implementation=attention)
-    model.to_empty(device=device)
-    model.tie_weights()
+    model.to_empty(device=device).tie_weights()
     if is_meta := any(buffer.is_meta for buffer in source.buffers()):
         compute_buffers(model)
     if varies_with_length(config):  # a source that was not fixed would differ from the engine
         fix_frequencies(source)
         fix_frequencies(model, fixed_length(source))
-    for name, buffer in model.named_buffers() if not is_meta else ():  # bfloat16 would make a router's biases equal
-        own_dtype = torch.float32 if name.endswith(".e_score_correction_bias") else buffer.dtype
-        buffer.data = source.get_buffer(name).to(device, own_dtype, copy=True)
+    if dtype != torch.float32:
+        hold_in_float32(model)
+    for name, buffer in model.named_buffers() if not is_meta else ():
+        buffer.data = source.get_buffer(name).to(device, buffer.dtype, copy=True)
     return model.requires_grad_(False)
 
 

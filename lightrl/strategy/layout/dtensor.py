@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tenso
 from lightrl.comm import Comm
 from lightrl.engines.base import NamedTensors
 from lightrl.engines.weights.fingerprint import Span, span_of
+from lightrl.models.router_biases import as_sent
 from lightrl.parcels import all_gather_flat
 from lightrl.strategy.layout.buckets import buckets
 from lightrl.strategy.layout.plain import Piece, PlainLayout, Rows, pieces_of_shards
@@ -256,7 +257,7 @@ def _gather(
     first = bucket[0][1]
     if not isinstance(first, DTensor):
         for name, tensor in bucket:
-            yield name, tensor.to(device=device, dtype=dtype if tensor.is_floating_point() else None)
+            yield name, as_sent(name, tensor, dtype).to(device)
         return
     sharding = sharding_of(first)
     if sharding is None or (sharding.num_parts > 1 and replica is None):

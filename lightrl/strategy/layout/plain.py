@@ -15,6 +15,7 @@ from lightrl.comm import Comm
 from lightrl.engines.base import NamedTensors
 from lightrl.engines.weights.account import is_same_memory
 from lightrl.engines.weights.fingerprint import Fingerprint, KnownWeight, KnownWeights, Span, Sums
+from lightrl.models.router_biases import as_sent
 
 
 class NamedShard(NamedTuple):
@@ -131,7 +132,7 @@ class PlainLayout:
     def gather_named(self, named: NamedTensors, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, whole tensor) in the order given; every rank must iterate to the end."""
         for name, tensor in named:
-            yield name, tensor.to(dtype) if dtype not in (None, tensor.dtype) and tensor.is_floating_point() else tensor
+            yield name, tensor if dtype in (None, tensor.dtype) else as_sent(name, tensor, dtype)
 
     @torch.no_grad()
     def write_whole(self, target: Tensor, whole: Tensor) -> None:
@@ -164,7 +165,7 @@ class PlainLayout:
         shares: list[Share] = []
         sums: Sums | None = None
         for name, parameter, shard in shards:
-            values = shard.to(dtype) if dtype not in (None, shard.dtype) and shard.is_floating_point() else shard
+            values = shard if dtype in (None, shard.dtype) else as_sent(name, shard, dtype)
             if self.is_whole(parameter) and is_same_memory(values, self.shard(parameter)):
                 known[name] = values
                 continue

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lightrl.comm import Comm
 from lightrl.engines.base import NamedTensors
 from lightrl.engines.weights.fingerprint import Span
+from lightrl.models.router_biases import as_sent
 from lightrl.strategy.layout.buckets import buckets
 from lightrl.strategy.layout.plain import Piece, PlainLayout, SavedTensors, pieces_of_shards
 
@@ -78,7 +79,7 @@ class ZeroLayout(PlainLayout):
             with self._deepspeed.zero.GatheredParameters(partitioned, enabled=bool(partitioned)):
                 for name, tensor in bucket:
                     whole = tensor.detach().to(self._device)
-                    yield name, whole.to(dtype) if dtype and whole.is_floating_point() else whole
+                    yield name, as_sent(name, whole, dtype)
 
     @torch.no_grad()
     def write_whole(self, target: Tensor, whole: Tensor) -> None:
