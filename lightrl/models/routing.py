@@ -5,6 +5,7 @@ transformers names the class of a model's routers in `_can_record_outputs`. Each
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -77,12 +78,19 @@ def check_rules(routers: Sequence[Router]) -> None:
         weight = next(router.module.parameters())
         hidden = torch.randn(8, weight.shape[-1], generator=torch.Generator().manual_seed(0))
         try:
-            output = router.module(hidden.to(weight.device, weight.dtype))
+            output = router.module(*_inputs(router.module, hidden.to(weight.device, weight.dtype)))
             again = router.with_experts(output, router.experts(output))
         except (AttributeError, TypeError, IndexError, RuntimeError) as error:  # it takes or returns something else
             raise _unknown_router(router.module) from error
         if not torch.allclose(again[1].float(), output[1].float(), atol=1e-5, rtol=1e-4):
             raise _unknown_router(router.module)
+
+
+def _inputs(module: nn.Module, hidden: Tensor) -> tuple[Tensor, ...]:
+    """Returns what a layer gives to its router: states [t, h], or [1, t, h], and perhaps biases of the experts."""
+    num_inputs = len(inspect.signature(module.forward).parameters)
+    biases = (hidden.new_zeros(int(getattr(module, "num_experts", 0)), dtype=torch.float32),) * (num_inputs - 1)
+    return (hidden[None] if type(module).__name__.startswith("Afmoe") else hidden, *biases)
 
 
 def _router_kinds(model: nn.Module) -> list[tuple[type, int]]:
@@ -110,14 +118,21 @@ def _unknown_router(module: nn.Module) -> ValueError:
 # ---- How chosen experts are weighted -------------------------------------------------------------------------------
 
 
+_SOFTMAX_OF_CHOSEN = ("Mixtral", "MiniMaxTopK", "GptOss", "GraniteMoe", "Qwen3_5Moe", "HunYuanMoE", "AriaText")
+_SIGMOID = ("Afmoe", "HYV3", "Laguna", "MiniMaxM2")
+_SCALES = ("routed_scaling_factor", "router_scaling_factor", "route_scale")  # names of one factor
+
+
 def _rule(module: Any) -> Weigh | None:
     """Returns the weighting rule of a router; None if it has none of those known here."""
     name = type(module).__name__
     if name.startswith("Phimoe"):
         return _sparse_mixer
-    if name.startswith(("Mixtral", "MiniMaxTopK", "GptOss", "GraniteMoe", "Qwen3_5Moe")):
+    if name.startswith(_SOFTMAX_OF_CHOSEN):
         return _softmax_of_chosen
-    if hasattr(module, "e_score_correction_bias"):
+    if name.startswith("Ernie4_5_Moe"):
+        return _softmax_of_bounded_sum
+    if hasattr(module, "e_score_correction_bias") or name.startswith(_SIGMOID):
         return _sigmoid
     if hasattr(module, "norm_topk_prob") or name.startswith("DeepseekV2"):
         return _softmax
@@ -137,9 +152,14 @@ def _softmax(module: Any, logits: Tensor, experts: Tensor) -> Tensor:
 
 def _sigmoid(module: Any, logits: Tensor, experts: Tensor) -> Tensor:
     weights = logits.float().sigmoid().gather(1, experts)
-    if module.norm_topk_prob:
+    if getattr(module, "norm_topk_prob", True):
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights * float(module.routed_scaling_factor)
+    return weights * next((float(getattr(module, name)) for name in _SCALES if hasattr(module, name)), 1.0)
+
+
+def _softmax_of_bounded_sum(module: Any, logits: Tensor, experts: Tensor) -> Tensor:
+    weights = logits.float().softmax(-1).gather(1, experts)
+    return weights / weights.sum(-1, keepdim=True).clamp(min=module.norm_min)
 
 
 def _sparse_mixer(module: Any, logits: Tensor, experts: Tensor) -> Tensor:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 import transformers
-from tiny_moe import CONFIGS, NUM_EXPERTS, NUM_LAYERS, SHAPE, tiny_moe
+from tiny_moe import CONFIGS, NUM_EXPERTS, NUM_LAYERS, QWEN, SHAPE, tiny_moe
 from torch.testing import assert_close
 
 from lightrl.models.routing import check_rules, routers_of, uses_sigmoid
+
+SIGMOID = ("afmoe", "deepseek_v3", "hy_v3", "laguna", "minimax_m2")
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
@@ -16,9 +20,12 @@ def test_each_family_has_a_rule_that_gives_its_own_weights(name: str) -> None:
     routers = routers_of(tiny_moe(name))
     assert [router.layer for router in routers] == list(range(NUM_LAYERS))
     check_rules(routers)
-    assert uses_sigmoid(routers) == (name == "deepseek_v3")
+    assert uses_sigmoid(routers) == (name in SIGMOID)
     router = routers[0]
-    output = router.module(torch.randn(5, SHAPE["hidden_size"]))
+    biases = torch.zeros(NUM_EXPERTS)
+    takes_biases = "bias" in str(inspect.signature(router.module.forward))
+    hidden = torch.randn(5, SHAPE["hidden_size"])
+    output = router.module(hidden[None] if name == "afmoe" else hidden, *([biases] if takes_biases else []))
     assert router.logits(output).shape == (5, NUM_EXPERTS)
     others = (router.experts(output) + 1) % NUM_EXPERTS
     assert_close(router.experts(router.with_experts(output, others)), others)
@@ -52,9 +59,16 @@ def test_a_dense_model_and_an_unknown_rule_are_refused() -> None:
         check_rules(routers)
 
 
+def test_the_router_of_lfm2_is_refused() -> None:
+    """Its rule would be known, but layers with convolutions hand no keyword on."""
+    config = transformers.Lfm2MoeConfig(**SHAPE, **QWEN, num_dense_layers=0, layer_types=["full_attention"] * 2)
+    with pytest.raises(ValueError, match="does not know how Lfm2MoeTopKRouter weighs"):
+        check_rules(routers_of(transformers.AutoModelForCausalLM.from_config(config)))
+
+
 @pytest.mark.parametrize("problem", [TypeError("forward() lacks a bias"), AttributeError("no norm_topk_prob")])
 def test_a_router_that_cannot_be_called_by_itself_is_refused(problem: Exception) -> None:
-    """Such as that of LFM 2, whose layer gives it its bias."""
+    """Such as one that needs more than states and biases."""
     routers = routers_of(tiny_moe("qwen3_moe"))
 
     def fail(hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -66,7 +66,19 @@ def test_the_forward_uses_the_experts_of_the_pack(name: str) -> None:
     assert own.routing.num_routed == unknown.routing.num_routed == 0
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "phimoe"])
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_the_own_experts_of_a_router_change_nothing(name: str) -> None:
+    model, own = policy(name), list[Tensor]()
+    for router in routers_of(model.hf):
+        router.module.register_forward_hook(lambda m, a, output, router=router: own.append(router.experts(output)))
+    with torch.no_grad():
+        plain = model(response_batch(list(PAIRS)))
+        replayed = model(routed(torch.stack(own, dim=1)))
+    assert_close(replayed.logprobs, plain.logprobs, atol=1e-6, rtol=0)
+    assert (replayed.routing.num_routed, replayed.routing.num_tokens_differ) == (11, 0)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "phimoe", "ernie4_5_moe", "afmoe", "laguna"])
 def test_the_gradient_reaches_the_router_and_survives_checkpointing(name: str) -> None:
     gradients = []
     for checkpointing in (False, True):

@@ -43,10 +43,18 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "granitemoe": lambda: transformers.GraniteMoeConfig(**SHAPE, num_local_experts=NUM_EXPERTS),
     "deepseek_v3": lambda: transformers.DeepseekV3Config(**{**SHAPE, **DEEPSEEK}, first_k_dense_replace=0),
+    "minimax_m2": lambda: transformers.MiniMaxM2Config(**SHAPE, num_local_experts=NUM_EXPERTS, head_dim=8),
+    "hunyuan_v1_moe": lambda: transformers.HunYuanMoEV1Config(
+        **SHAPE, num_experts=NUM_EXPERTS, moe_topk=TOP_K, head_dim=8
+    ),
+    "hy_v3": lambda: transformers.HYV3Config(
+        **SHAPE, **QWEN, head_dim=8, mlp_layer_types=["sparse"] * NUM_LAYERS, router_scaling_factor=1.5
+    ),
+    "aria_text": lambda: transformers.AriaTextConfig(**SHAPE, moe_num_experts=NUM_EXPERTS, moe_topk=TOP_K),
 }
 FULL: dict[str, Any] = {"layer_types": ["full_attention"] * NUM_LAYERS}
 BIASED: dict[str, Callable[[], Any]] = {  # the biases of their routers are parameters
-    "afmoe": lambda: transformers.AfmoeConfig(**SHAPE, **QWEN, **FULL, head_dim=8, num_dense_layers=0),
+    "afmoe": lambda: transformers.AfmoeConfig(**SHAPE, **QWEN, **FULL, head_dim=8, num_dense_layers=0, route_scale=1.5),
     "ernie4_5_moe": lambda: transformers.Ernie4_5_MoeConfig(
         **SHAPE, moe_num_experts=NUM_EXPERTS, moe_k=TOP_K, moe_intermediate_size=16, moe_layer_start_index=0
     ),
@@ -54,11 +62,12 @@ BIASED: dict[str, Callable[[], Any]] = {  # the biases of their routers are para
         **SHAPE, **QWEN, **FULL, head_dim=8, shared_expert_intermediate_size=16, mlp_layer_types=["sparse"] * NUM_LAYERS
     ),
 }
+CONFIGS |= BIASED
 
 
 def tiny_moe(name: str, seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config((CONFIGS | BIASED)[name]())
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.3)
