@@ -20,6 +20,7 @@ from lightrl.config import (
 from lightrl.config.command_line import flatten
 from lightrl.config.options import as_dict
 from lightrl.config.yaml_text import read_yaml
+from lightrl.strategy.saving.state_reader import load_object
 
 _KINDS: dict[str, type[RolloutConfig] | type[OfflineConfig]] = {
     "GRPO": GRPOConfig,
@@ -87,7 +88,8 @@ def require_continuable(checkpoint: Path, config: RunConfig) -> None:
     for name, reason in _IN_CHECKPOINTS.items():
         old, new = before.get(name), now.get(name)
         is_changed = old not in (None, new) and (name in now or old)  # GRPO ignores a separate critic
-        if is_changed and not _is_left_to_the_load(name, before, now):
+        is_left = _is_left_to_the_load(name, before, now) or (name == "seed" and _draws_without_seed(checkpoint))
+        if is_changed and not is_left:
             raise _is_fixed(checkpoint, name, old, new if name in now else None, reason)
 
 
@@ -100,6 +102,14 @@ def _is_fixed(checkpoint: Path, name: str, old: object, new: object, reason: str
         f"--resume {checkpoint} comes from a run with --{name} {old}, and this run has {given}: {reason}. {remedy} "
         "anew from its model: --model with final/ of its folder."
     )
+
+
+def _draws_without_seed(checkpoint: Path) -> bool:
+    """Returns whether the checkpoint has no sampler with a seed, as those of a trainer of one's own may have none."""
+    if not (checkpoint / "state.pt").is_file():  # a strategy of a user may keep it elsewhere
+        return False
+    state = load_object(checkpoint / "state.pt").get("client_state") or {}
+    return "seed" not in state.get("sampler", {})
 
 
 def _is_left_to_the_load(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

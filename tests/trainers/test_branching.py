@@ -3,8 +3,10 @@
 import shutil
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from lightrl.checkpoint import CheckpointDirectory
 from lightrl.config import DPOConfig, GRPOConfig, PPOConfig, RMConfig, RunConfig, SFTConfig, parse_config, to_yaml
@@ -69,6 +71,18 @@ def test_what_a_checkpoint_decides_is_refused_at_once(
     config = parse_config(kind, [*asked.split(), "--resume", str(run)])
     with pytest.raises(ValueError, match=f"^--resume {run}/checkpoints/step-000002 comes from a run with {said}"):
         find_checkpoint(config, tmp_path / "branch/checkpoints")
+
+
+@pytest.mark.parametrize("state", [{"step": 2}, {"step": 2, "sampler": {"num_drawn": 8}}])
+def test_another_seed_needs_a_checkpoint_without_the_seed_of_a_sampler(state: dict[str, Any], tmp_path: Path) -> None:
+    run = saved_run(tmp_path / "run", SFTConfig(train_data="a.jsonl"))
+    checkpoint, branch = run / "checkpoints/step-000002", tmp_path / "branch/checkpoints"
+    config = SFTConfig(train_data="a.jsonl", seed=1, resume=str(run))
+    torch.save({"client_state": state}, checkpoint / "state.pt")
+    assert find_checkpoint(config, branch) == checkpoint
+    torch.save({"client_state": {"sampler": {"num_drawn": 8, "seed": 0}}}, checkpoint / "state.pt")
+    with pytest.raises(ValueError, match="--seed 0, and this run has 1: the order of its data depends on it"):
+        find_checkpoint(config, branch)
 
 
 def test_a_bounded_run_cannot_switch_rollout_ranks_on_or_off(tmp_path: Path) -> None:
