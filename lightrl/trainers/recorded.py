@@ -12,6 +12,7 @@ from lightrl.records import Experience, ScoredGroup
 from lightrl.rollout.record import num_steps, read_groups, write_groups
 from lightrl.trainers.fit import StepReport, Trainer
 from lightrl.trainers.policy_step import describe_rollout
+from lightrl.trainers.reward_components import count_equal_components
 from lightrl.trainers.run import RunContext
 from lightrl.trainers.staleness import older_samples
 from lightrl.wording import counted
@@ -87,6 +88,7 @@ def learn_from_record(trainer: Any, record: Path, *, has_whole_rollout: bool = T
     samples = [sample for group in groups for sample in group.samples]
     if has_whole_rollout:
         describe_rollout(samples, [reward for group in groups for reward in group.rewards], trainer.statistics)
+        count_equal_components(groups, trainer.statistics)
     items = [Experience(sample=sample, reward=0.0, advantage=0.0) for sample in samples]
     trainer.updates.stale = older_samples(items, step, comm)
     experience = trainer.learn_from(groups)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from lightrl.algorithms.registry import AdvantageTraits, find, traits_of
 from lightrl.config import GRPOConfig
+from lightrl.metrics import Statistics
 from lightrl.records import ScoredGroup
 from lightrl.rewards.components import ComponentKeeper
 from lightrl.rewards.reward_set import RewardSet
+from lightrl.rewards.scoring import has_reward
 from lightrl.rollout.collector import Prompts
 from lightrl.trainers.greedy_baseline import with_baselines
 
@@ -26,10 +29,22 @@ def make_needed(trainer: Any, prompts: Prompts) -> list[ScoredGroup]:
         groups = with_baselines(trainer, prompts)
     else:
         groups = trainer.score(trainer.sample(prompts))
-    if keeper is None:
-        return groups
-    with trainer.strategy.comm.phase("the values of each reward", local=True):
-        return keeper.completed(groups)
+    if keeper is not None:
+        with trainer.strategy.comm.phase("the values of each reward", local=True):
+            groups = keeper.completed(groups)
+    count_equal_components(groups, trainer.statistics)
+    return groups
+
+
+def count_equal_components(groups: Sequence[ScoredGroup], statistics: Statistics) -> None:
+    """Corrects reward/equal_groups, for which describe_rollout() compares sums, where each reward counts by itself.
+
+    Two rewards that differ within a group teach something even if their sums are equal.
+    """
+    for group in groups:
+        known = [reward for reward in group.rewards if has_reward(reward)]
+        if known and any(sample.components for sample in group.samples):
+            statistics.mean("reward/equal_groups", (not group.has_signal) - (min(known) == max(known)), 0)
 
 
 def keeper_of(config: Any, rewards: RewardSet) -> ComponentKeeper | None:

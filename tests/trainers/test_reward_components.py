@@ -50,6 +50,27 @@ def trainer(
     trainer.close()
 
 
+def by_number(sample: Sample) -> float:
+    return float(sample.sample_index % 2) if sample.key[0] == 0 else 0.5
+
+
+def one_less_that(sample: Sample) -> float:
+    return 1 - by_number(sample)
+
+
+@pytest.mark.parametrize(("name", "share"), [("gdpo", 2 / 3), ("grpo", 1.0)])
+def test_groups_are_equal_where_no_reward_differs_that_the_advantage_compares(
+    name: str, share: float, toy_options: dict[str, Any], tmp_path: Path
+) -> None:
+    """The sum is 1 for all samples; the rewards of the first prompt's samples differ one by one."""
+    options = {**toy_options, "num_prompts": 3, "output_dir": str(tmp_path / "run")}
+    config = GRPOConfig(**options, algorithm=AlgorithmConfig(advantage=name))
+    trainer = GRPOTrainer(config, reward=[by_number, one_less_that])
+    trainer.make_groups(list(enumerate(trainer.prompts.train[:3])))
+    assert trainer.statistics.reduce(trainer.strategy.comm)["reward/equal_groups"] == pytest.approx(share)
+    trainer.close()
+
+
 def test_every_sample_knows_what_each_reward_gave(trainer: GRPOTrainer) -> None:
     for _ in range(2):  # an evaluation between them leaves nothing behind
         groups = trainer.make_groups(list(enumerate(trainer.prompts.train[:3])))
