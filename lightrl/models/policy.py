@@ -37,7 +37,6 @@ from lightrl.models.multimodal import (
     join_vision,
     pack_positions,
 )
-from lightrl.models.option_names import naming
 from lightrl.models.packed_attention import packed_hidden_states, use_packed_attention, varies_with_length
 from lightrl.models.per_sequence import run_per_sequence
 from lightrl.models.token_split import SequenceGroup, Tokens, apply_to_split
@@ -377,29 +376,6 @@ def _other_weights(path: str, found: Mapping[str, Iterable[str]], untied: Iterab
         f"--model {path}: its files lack {len(names)} of the weights that its config describes, such as {names[0]}; "
         "they would be random. Copy the files anew."
     )
-
-
-def load_teacher(
-    path: str, tokenizer: PreTrainedTokenizerBase, *, materialize: bool, trust_remote_code: bool = False
-) -> Policy:
-    """Loads a frozen model that scores another model's tokens, and therefore must have the same tokenizer.
-
-    Args:
-        tokenizer: the tokenizer of the model whose tokens are scored.
-        materialize: as for load_policy().
-    """
-    check_model_folder(path, "--teacher_model")
-    with naming("--teacher_model"):
-        theirs = load_tokenizer(path, trust_remote_code=trust_remote_code).get_vocab()
-    ours = tokenizer.get_vocab()
-    if theirs != ours:
-        different = sorted(set(theirs.items()) ^ set(ours.items()))
-        raise ValueError(
-            f"--teacher_model {path} has another tokenizer than --model: {len(different)} entries differ, such as "
-            f"{different[0]}. It judges the policy's tokens by their ids: choose a teacher of the same family."
-        )
-    with naming("--teacher_model"):
-        return load_policy(path, materialize=materialize, trust_remote_code=trust_remote_code, is_reference=True)
 
 
 def model_loader(config: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightrl.algorithms.advantages import overlong_penalty
 from lightrl.config import GRPOConfig
 from lightrl.data.packing import TokenMasks, TokenValues
-from lightrl.models.policy import load_teacher
+from lightrl.models.teacher import load_teacher
 from lightrl.records import Experience, PackedBatch, Sample, ScoredGroup, TokenScores
 from lightrl.rewards import OwnRewards
 from lightrl.rewards.components import ComponentKeeper
@@ -198,6 +198,7 @@ class GRPOTrainer(Trainer):
             teacher = load_teacher(
                 self.config.teacher_model,
                 self.run.tokenizer,
+                vocab_size=self.run.vocab_size,
                 materialize=self.strategy.materializes_weights,
                 trust_remote_code=self.config.trust_remote_code,
             )

@@ -32,8 +32,9 @@ from lightrl.data.examples import ExampleBuilder, ExampleFields, keep_fitting
 from lightrl.data.prompts import build_prompts, load_records
 from lightrl.models.critic import load_critic
 from lightrl.models.option_names import naming
-from lightrl.models.policy import check_model_folder, load_config, load_policy, load_teacher, load_tokenizer
+from lightrl.models.policy import check_model_folder, load_config, load_policy, load_tokenizer
 from lightrl.models.reward_model import load_reward_model
+from lightrl.models.teacher import load_teacher
 from lightrl.process_group import check_environment
 from lightrl.report.run_files import read_run
 from lightrl.strategy import create_strategy
@@ -329,7 +330,7 @@ def test_a_damaged_model_is_named_by_its_own_option(kind: str, option: str, toy:
     MODELS[kind][0](folder)
     with refused(f"{option} {folder}"), naming(option):
         if option == "--teacher_model":
-            load_teacher(str(folder), builtin_tokenizer(), materialize=True)
+            load_teacher(str(folder), builtin_tokenizer(), vocab_size=99, materialize=True)
         check_model_folder(str(folder), option)
         load_tokenizer(str(folder))
         load_critic(str(folder), materialize=True, init_std=0.0, seed=0)
