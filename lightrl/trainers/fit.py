@@ -189,6 +189,7 @@ class Trainer(ABC):
     def _load(self, checkpoint: Path) -> None:
         _, state = self.strategy.load_ckpt(self.model, str(checkpoint.parent), tag=checkpoint.name, **self._extras())
         self.step_index = int(state["step"])
+        resolve_name("lightrl.trainers.branched_schedule:end_schedules_with_run")(self, checkpoint)
         try:
             for name, part in self.saved.items():
                 part.load_state_dict(state[name])
@@ -274,8 +275,7 @@ def _ignored_options(trainer: Trainer) -> ValueError:
     return ValueError(
         f"{name} by itself takes no part in --exact, in --share_prompts, in --rollout_ranks, in a schedule "
         "(--rollout.over_issue, max_staleness, filter ...), in --data.curriculum or in a record (--rollout.record, "
-        f"--rollout.from). Call run_trainer({name}, config) of lightrl.trainers.fit, as the scripts do, or leave these "
-        "options out."
+        f"--rollout.from). Call run_trainer({name}, config) of lightrl.trainers.fit, or leave them out."
     )
 
 

@@ -329,14 +329,15 @@ def _restore_schedule(trained: TrainedModel, state: dict[str, Any], path: Path) 
     if (scheduler is None) is not (saved is None):
         raise _no_counterpart(path, is_saved=scheduler is None)
     if isinstance(scheduler, LambdaLR):
-        _restore_lambdas(scheduler, saved)
+        restore_lambdas(scheduler, saved)
         return
     if scheduler is not None:
         scheduler.load_state_dict(saved)
     _restore_rates(trained.optimizer, _saved_rates(state), path)
 
 
-def _restore_lambdas(scheduler: LambdaLR, state: dict[str, Any]) -> None:
+def restore_lambdas(scheduler: LambdaLR, state: Mapping[str, Any]) -> None:
+    """Moves a schedule to a saved position, and the rates of the optimizer to those that it has there."""
     scheduler.last_epoch, scheduler._step_count = state["last_epoch"], state["_step_count"]
     rates = [base * f(scheduler.last_epoch) for base, f in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
