@@ -39,12 +39,18 @@ def find_disk_error(error: BaseException | None, root: Path) -> OSError | None:
 def _as_os_error(error: BaseException) -> OSError | None:
     if isinstance(error, OSError):
         return error
-    text = error.mistake if isinstance(error, RankError) else str(error)
+    text = (error.mistake or _last_line(error)) if isinstance(error, RankError) else str(error)
     found = re.search(r"\[Errno (\d+)\] [^:]*(?:: '([^']*)')?|\(os error (\d+)\)", text)  # the latter: safetensors
     if found is None:
         return None
     code = int(found[1] or found[3])
     return OSError(code, os.strerror(code), *([found[2]] if found[2] else []))
+
+
+def _last_line(error: RankError) -> str:
+    """Returns the error of the only rank that failed, while others were waiting for it, from the end of its report."""
+    text = str(error).rstrip()
+    return text.rpartition("\n")[2] if text.count("--- rank ") == 1 else ""
 
 
 def raise_with_folder(error: Exception, folder: Path) -> NoReturn:

@@ -24,6 +24,7 @@ from lightrl.comm import RankError
 from lightrl.config import CheckpointConfig, SFTConfig
 from lightrl.strategy.base import StrategyBase
 from lightrl.strategy.saving import state_files
+from lightrl.testing import run_spmd
 from lightrl.trainers.disk_errors import describe_disk_error, find_disk_error
 from lightrl.trainers.fit import RunLog, fit
 from lightrl.trainers.run_folder import RunFolder
@@ -291,6 +292,24 @@ def test_which_errors_are_of_the_disk(tmp_path: Path) -> None:
     found = find_disk_error(told, tmp_path)
     assert found is not None
     assert (found.errno, found.filename) == (FULL, "/a: b")
+
+
+def test_only_the_error_of_a_single_rank_is_read_from_a_report(tmp_path: Path) -> None:
+    report = "--- rank 0 ---\nTraceback\nOSError: [Errno 28] No space left on device: '/a'\n"
+    found = find_disk_error(RankError(f"rank 0 failed in phase 'export':\n{report}"), tmp_path)
+    assert found is not None
+    assert found.filename == "/a"
+    assert find_disk_error(RankError(f"{report}During it\nKeyError: 1"), tmp_path) is None
+    assert find_disk_error(RankError(f"--- rank 1 ---\nKeyError: 1\n{report}"), tmp_path) is None
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_for_the_one_that_writes_a_model_says_the_same(tmp_path: Path) -> None:
+    program = Path(__file__).resolve().parents[1] / "programs" / "full_disk_program.py"
+    run_spmd(program, str(tmp_path), world_size=2, timeout_s=200)
+    said = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
+    full = f"the disk takes no more (No space left on device) for {tmp_path}/.best: what was written before is kept"
+    assert said == [full, full]
 
 
 # ---- A real disk -----------------------------------------------------------------------------------------------------
