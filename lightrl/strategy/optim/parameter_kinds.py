@@ -10,8 +10,8 @@ from torch import Size, Tensor, nn
 
 from lightrl.config import OptimConfig, lr_scales
 
-# The parameters of several vectors: decay rates and skips of Mamba, and biases, such as those of experts.
-VECTORS = ("A_log", ".D", "bias")  # ends of names
+# The parameters of several vectors: decay rates and skips of Mamba, biases (as of experts), and norms (Cohere's).
+VECTORS = ("A_log", ".D", "bias", "norm.weight")  # ends of names
 HEAD_NAMES = ("value_head", "v_head", "critic_head", "score")  # modules that are a value head
 
 
