@@ -26,6 +26,7 @@ from lightrl.strategy.layout.materialize import move_buffers, to_meta
 from lightrl.strategy.layout.meshes import Meshes, MeshSizes, build_meshes, ensure_process_group
 from lightrl.strategy.layout.sequence_parallel import UlyssesGroup
 from lightrl.strategy.layout.tensor_parallel import check_splits, cut_projections
+from lightrl.strategy.layout.used_parameters import UsedParameters
 from lightrl.strategy.results import GroupBatches
 from lightrl.strategy.serving.host_serving import HostServing
 from lightrl.strategy.torch_native import TorchStrategy
@@ -44,6 +45,7 @@ class FSDPStrategy(TorchStrategy):
         self, seed: int, max_norm: float, micro_train_batch_size: int, train_batch_size: int, args: Any | None = None
     ) -> None:
         super().__init__(seed, max_norm, micro_train_batch_size, train_batch_size, args)
+        self._used: dict[nn.Module, UsedParameters] = {}  # of the models that train
         if not self.options.offload_while_generating:
             self.serving = HostServing(self, self.options, lambda: self.layout)
 
@@ -102,6 +104,8 @@ class FSDPStrategy(TorchStrategy):
             bias.data = bias.data.to(self.device)
         for name, tensor in _named_tensors(model):
             self._fill_from_main(tensor, source.pop(name, None))
+        if any(parameter.requires_grad for parameter in model.parameters()):
+            self._used[model] = UsedParameters(model)
         return model
 
     def _shard_float32_parts(self, model: nn.Module, settings: dict[str, Any]) -> None:
@@ -175,6 +179,17 @@ class FSDPStrategy(TorchStrategy):
             model.set_requires_gradient_sync(is_last_micro_batch or self.options.fsdp.reduce_each_micro_batch)
         return nullcontext()
 
+    def run_backward(self, loss: Tensor, model: nn.Module) -> None:
+        """Runs the backward, and keeps units of the model that have never run out of it."""
+        if model in self._used:
+            self._used[model].leave_out_idle_units()
+        super().run_backward(loss, model)
+
+    def reduce_gradients(self, model: nn.Module, parameters: list[Tensor]) -> None:
+        """Drops gradients that no rank has; the backward has reduced the others."""
+        if model in self._used:
+            self._used[model].drop_unused(parameters, self.comm)
+
     def after_forward_only(self, model: nn.Module) -> None:
         """Shards all units again that stay gathered after a forward, such as the root unit."""
         for module in model.modules():
@@ -206,8 +221,9 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     ]
     blocks = blocks or [module for module in model.modules() if type(module).__name__ in names]
     if not blocks:
-        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        blocks = [module for group in lists for module in group]
+        named = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+        # An expert runs only on ranks with a token for it, and the others would not join in gathering it.
+        blocks = [module for name, group in named if "expert" not in name for module in group]
     return [block for block in blocks if block is not model and not _shares_parameters(block, model)]
 
 
