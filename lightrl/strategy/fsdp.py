@@ -224,6 +224,7 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
         named = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
         # An expert runs only on ranks with a token for it, and the others would not join in gathering it.
         blocks = [module for name, group in named if "expert" not in name for module in group]
+    blocks = [block for block in blocks if not isinstance(block, nn.ModuleList | nn.ModuleDict)]  # they have no forward
     return [block for block in blocks if block is not model and not _shares_parameters(block, model)]
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightrl.strategy.fsdp import FSDPStrategy
 from lightrl.testing import StrategyContract, StrategyParity
@@ -118,3 +119,15 @@ def test_a_buffer_that_modules_share_keeps_its_values_under_each_name(alone: FSD
     assert {name: buffer.tolist() for name, buffer in buffers.items()} == {
         name: [0.0, 1.0, 2.0] for name in ("first", "second", "blocks.0.third")
     }
+
+
+class NestedBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"only": nn.Linear(2, 2)})])
+
+
+def test_blocks_in_lists_of_lists_are_units_and_the_lists_are_none(alone: FSDPStrategy) -> None:
+    model = alone.prepare_model(NestedBlocks())
+    units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    assert units == ["", "stages.0.0"]  # what a dict holds is part of the root
