@@ -6,6 +6,7 @@ import re
 
 END_OF_THOUGHTS = "</think>"
 TAGGED = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+_SPACE = re.compile(r"(?:\s|~|\\[,;:! ]|[$])+")
 _BOX = re.compile(r"\\(?:boxed|fbox) *\{")
 
 
@@ -22,6 +23,11 @@ def answer_part(text: str) -> str | None:
         return _content(text, boxes[-1].end())
     tagged = TAGGED.findall(text)
     return str(tagged[-1]) if tagged else None
+
+
+def undressed(text: str, dress: re.Pattern[str]) -> str:
+    """Returns a text without the commands around parts of it, as `dress` matches them, and with single spaces."""
+    return _SPACE.sub(" ", dress.sub(r" \1", text)).strip()
 
 
 def _content(text: str, start: int) -> str:

@@ -20,7 +20,6 @@ _STATED = re.compile(
 )
 _DOUBTED = re.compile(r"(?:\b(?:if|whether|suppose|assume|assuming|unless|not|why|when)|n't)\b[^.\n]*$", re.IGNORECASE)
 _LONE = re.compile(r"\(([A-J])\)|(?<![\w'(.-])([B-HJ])(?![\w'\u2019(-])")  # not A and I, which are words
-_NEAR = 200  # characters
 _REASONS = ("because", "since", "as", "by", "from")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import re
 
-from lightrl.rewards.answer_part import answer_part, behind_thoughts
+from lightrl.rewards.answer_part import answer_part, behind_thoughts, undressed
 
 _HALF = r"(?: ?([AaPp])\.? ?[Mm]\b\.?)"
 _TIME = re.compile(rf"(?<![\d:.])(\d{{1,2}}) ?: ?([0-5]\d)(?![\d:]){_HALF}?")
 _DRESS = re.compile(r"\\(?:text(?:rm|bf)?|mathrm|mbox) *\{([^{}]*)\}")
-_SPACE = re.compile(r"(?:\s|~|\\[,;:! ]|[$])+")
 
 Time = tuple[int, int, str]  # the hour, the minute, and a, p or nothing
 
 
 def time_of(answer: str) -> Time | None:
     """Returns the time of day that an answer is; None for what may be a ratio, such as 3:10."""
-    found = _TIME.fullmatch(_undressed(answer))
+    found = _TIME.fullmatch(undressed(answer, _DRESS))
     time = _time(found) if found else None
     return time if time and (time[1] == 0 or time[2]) else None
 
@@ -25,7 +24,7 @@ def is_at(time: Time, text: str) -> bool:
     """Returns whether the time in the box or the tags of a response, or else its last one, is this one."""
     part = behind_thoughts(text)
     content = answer_part(part)
-    times = [_time(found) for found in _TIME.finditer(_undressed(part if content is None else content))]
+    times = [_time(found) for found in _TIME.finditer(undressed(part if content is None else content, _DRESS))]
     if not times or (content is not None and len(times) > 1):
         return False
     hour, minute, half = times[-1]
@@ -34,7 +33,3 @@ def is_at(time: Time, text: str) -> bool:
 
 def _time(found: re.Match[str]) -> Time:
     return int(found[1]), int(found[2]), (found[3] or "").lower()
-
-
-def _undressed(text: str) -> str:
-    return _SPACE.sub(" ", _DRESS.sub(r" \1", text)).strip()

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from lightrl.rewards.answer_part import answer_part, behind_thoughts
+from lightrl.rewards.answer_part import answer_part, behind_thoughts, undressed
 
 _RATIO = re.compile(r"(?<![\w.:])\d{1,9}(?:\.\d{1,9})?(?: ?: ?\d{1,9}(?:\.\d{1,9})?)+(?![\w:])")
 _DRESS = re.compile(r"\\(?:text|mathrm) *\{([^{}]*)\}")
-_SPACE = re.compile(r"(?:\s|~|\\[,;:! ]|[$])+")
 
 
 def is_ratio(answer: str, text: str) -> bool | None:
@@ -21,7 +20,7 @@ def is_ratio(answer: str, text: str) -> bool | None:
     content = answer_part(part)
     expected = _ratios_in(answer)
     given = _ratios_in(part if content is None else content)
-    if not _RATIO.fullmatch(_undressed(answer)) or max(map(len, [*expected, *given[-1:]])) < 3:
+    if not _RATIO.fullmatch(undressed(answer, _DRESS)) or max(map(len, [*expected, *given[-1:]])) < 3:
         return None
     if not given or (content is not None and len(given) > 1):
         return False
@@ -30,8 +29,4 @@ def is_ratio(answer: str, text: str) -> bool | None:
 
 
 def _ratios_in(text: str) -> list[list[Fraction]]:
-    return [[Fraction(number) for number in found.split(":")] for found in _RATIO.findall(_undressed(text))]
-
-
-def _undressed(text: str) -> str:
-    return _SPACE.sub(" ", _DRESS.sub(r" \1", text)).strip()
+    return [[Fraction(number) for number in found.split(":")] for found in _RATIO.findall(undressed(text, _DRESS))]

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 from linear_time import require_linear
 
-from lightrl.rewards.answer_part import answer_part, behind_thoughts
+from lightrl.rewards.answer_part import answer_part, behind_thoughts, undressed
 
 
 @pytest.mark.parametrize(
@@ -26,6 +28,10 @@ def test_thoughts_count_only_if_nothing_follows_them() -> None:
     assert behind_thoughts("<think>4</think> 5") == " 5"
     assert behind_thoughts("<think>4</think>\n") == "<think>4</think>\n"
     assert behind_thoughts("5") == "5"
+
+
+def test_commands_and_the_spaces_of_latex_leave_a_plain_text() -> None:
+    assert undressed(r" 3\,:~\text{4} $5$", re.compile(r"\\text\{([^{}]*)\}")) == "3 : 4 5"
 
 
 def test_long_texts_take_no_time() -> None:
