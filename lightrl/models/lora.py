@@ -25,7 +25,7 @@ from lightrl.config import LoraConfig
 from lightrl.seeding import mix_seed
 
 ADAPTER = "default"  # peft's name for the only adapter of a model, part of parameter names
-_PEFT_PREFIX = "base_model.model."  # before every name in an adapter's file
+PEFT_PREFIX = "base_model.model."  # before every name in an adapter's file
 WEIGHTS_FILE = "adapter_model.safetensors"
 _KEEPS_WEIGHTS = ("gaussian", "eva", "orthogonal")  # values of init_lora_weights that leave adapted weights as they are
 # Features besides factors of linear layers that a config may request, and that neither trainer nor engines have.
@@ -384,7 +384,7 @@ def is_adapter(name: str) -> bool:
 
 def file_name(name: str) -> str:
     """Returns a parameter's name in an adapter's file."""
-    return _PEFT_PREFIX + (name.replace(f".{ADAPTER}.", ".") if is_adapter(name) else name)
+    return PEFT_PREFIX + (name.replace(f".{ADAPTER}.", ".") if is_adapter(name) else name)
 
 
 # ---- Using -------------------------------------------------------------------------------------------------------

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from lightrl.config import RolloutConfig
 from lightrl.plan.adapters import EngineAdapters
 from lightrl.plan.batches import Batches, kv_bytes_of_token
-from lightrl.plan.models import Model
+from lightrl.plan.models import FLOAT, Model
 from lightrl.plan.spread import strategy_name
 
-_FLOAT = 4
 _CHUNK = 1 << 24  # elements that a fingerprint reads at a time, as float64 and its product
 _LOGITS_COPIES = 3  # with a row per sequence: logits, probabilities, running sums
 _STEP = 16  # the native engine's cache grows by this many positions
@@ -47,7 +46,7 @@ def engine_of(
         memory: Bytes of the device, a share of which vllm and sglang take.
         trainers: Number of ranks that train; None: the same ones.
     """
-    size = 2 if config.dtype == "bfloat16" else _FLOAT
+    size = 2 if config.dtype == "bfloat16" else FLOAT
     plain = [weight for weight in policy.weights if ".lora_" not in weight.name and "value_head" not in weight.name]
     numel = sum(weight.numel for weight in plain)
     largest = max(weight.numel for weight in plain)
@@ -56,7 +55,7 @@ def engine_of(
     if config.engine == "native":
         rows = min(config.native.max_num_seqs, -(-batches.sequences // ranks))
         positions = -(-batches.length // _STEP) * _STEP
-        logits = _LOGITS_COPIES * _FLOAT * rows * policy.hf_config.get_text_config().vocab_size
+        logits = _LOGITS_COPIES * FLOAT * rows * policy.hf_config.get_text_config().vocab_size
         tokens = rows * positions
         own = 0 if config.native.share_weights else size * numel  # its weights, unless it reads the trainer's
         beside = float(size * adapters.native_numel()) if adapters is not None else 0.0
@@ -81,14 +80,14 @@ def engine_of(
 def _sync(config: RolloutConfig, numel: float, largest: float, size: int, ranks: int) -> float:
     """Returns the bytes that a weight sync adds: gathered tensors, a copy of one, and its fingerprint."""
     fingerprint = 16 * min(largest, _CHUNK)
-    copy = 2 * size * largest if size < _FLOAT else 0
+    copy = 2 * size * largest if size < FLOAT else 0
     name, limit = strategy_name(config, ranks), config.sync_bucket_mb << 20
     if name == "fsdp":
         bucket = min(size * numel, max(limit / 2, size * largest))
         shards = ranks // config.fsdp.replicate_size
         return fingerprint + bucket * (1 + 1 / shards) + 2 * size * largest
     if name == "megatron":
-        return fingerprint + copy + min(_FLOAT * numel, max(limit / 2, _FLOAT * largest))
+        return fingerprint + copy + min(FLOAT * numel, max(limit / 2, FLOAT * largest))
     if name == "deepspeed" and config.deepspeed.zero_stage == 3:
-        return fingerprint + copy + min(_FLOAT * numel, max(limit, _FLOAT * largest))
+        return fingerprint + copy + min(FLOAT * numel, max(limit, FLOAT * largest))
     return fingerprint + copy

@@ -25,6 +25,7 @@ from lightrl.strategy.fsdp import transformer_blocks
 Build = Callable[[Any], nn.Module]  # makes a module from a transformers config
 
 
+FLOAT = 4  # bytes of a number in float32, as parameters, gradients and optimizer states are
 SCORER = "reward model"  # role of the model of the reward reward_model, which scores whole sequences
 
 

@@ -13,12 +13,10 @@ from lightrl.plan.activations import Computation, Pass, Settings, needs_of
 from lightrl.plan.adapters import EngineAdapters, described_adapters
 from lightrl.plan.batches import Batches, batches_of, flops_of_step, passes_of
 from lightrl.plan.engine import Engine, engine_of
-from lightrl.plan.models import SCORER, Model, critic_of, policy_of, reward_model_of, scorer_of
+from lightrl.plan.models import FLOAT, SCORER, Model, critic_of, policy_of, reward_model_of, scorer_of
 from lightrl.plan.shared_prompts import describe_sharing, sharing_of, with_shared_prompts
 from lightrl.plan.spread import Kept, kept_of, num_trainers, strategy_name
 from lightrl.plan.stages import StageNeed, stage_need
-
-_FLOAT = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,11 +303,11 @@ class _Step:
         vocabulary = self._models.policy.hf_config.get_text_config().vocab_size
         if self._stage is not None:  # its ranks split both
             rows, vocabulary = rows // self._config.megatron.cp_size, vocabulary // self._config.tp_size
-        return float(3 * _FLOAT * min(tile[0], rows) * min(tile[1], vocabulary))
+        return float(3 * FLOAT * min(tile[0], rows) * min(tile[1], vocabulary))
 
 
 def _head_gradient(model: Model, kept: Kept) -> float:
     """Returns the bytes of the gradients that exist when the last block's backward begins."""
     if kept.own_pass:
         return 0.0
-    return _FLOAT * sum(weight.numel for weight in model.trained if not weight.unit and "embed" not in weight.name)
+    return FLOAT * sum(weight.numel for weight in model.trained if not weight.unit and "embed" not in weight.name)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lightrl.config import RunConfig
 from lightrl.models.reward_model import HEAD_NAME
-from lightrl.plan.models import Model, Weight
+from lightrl.plan.models import FLOAT, Model, Weight
 from lightrl.strategy.megatron import deepseek
 from lightrl.strategy.megatron.checks import check_config, check_options
 from lightrl.strategy.megatron.parts import (
@@ -24,7 +24,7 @@ from lightrl.strategy.megatron.parts import (
     slot_of,
 )
 
-_FLOAT, _HALF = 4, 2  # bytes
+_HALF = 2  # bytes
 _IN_DECODER = re.compile(r"layers\.\d+\..*|embed_tokens\.weight|(?<![a-z_])norm\.weight")
 
 
@@ -72,10 +72,10 @@ def _of_stage(model: Model, sizes: Sizes, stage: int, world: int, config: RunCon
             load[load.index(min(load))] += numel  # in the order in which the strategy assigns them
     stepped = sum(max(load) for load in loads.values()) if config.megatron.distributed_optimizer else trained
     return StageBytes(
-        weights=_FLOAT * (weights - rounded) + _HALF * rounded,
-        main=_FLOAT * rounded if model.trained else 0,
-        trained=_FLOAT * trained,
-        states=2 * _FLOAT * stepped,
+        weights=FLOAT * (weights - rounded) + _HALF * rounded,
+        main=FLOAT * rounded if model.trained else 0,
+        trained=FLOAT * trained,
+        states=2 * FLOAT * stepped,
     )
 
 

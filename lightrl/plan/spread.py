@@ -6,10 +6,9 @@ import math
 from dataclasses import dataclass
 
 from lightrl.config import DeepSpeedConfig, RunConfig
-from lightrl.plan.models import Model, Weight
+from lightrl.plan.models import FLOAT, Model, Weight
 from lightrl.plan.rectangles import stage_bytes
 
-_FLOAT = 4  # bytes: parameters, gradients and optimizer states are float32
 # Elements that ZeRO-3 holds gathered before it frees a weight: the default of stage3_max_live_parameters and of
 # stage3_max_reuse_distance, which runs do not change. A smaller model stays whole from its first block to its last.
 _LIVE = 1e9
@@ -97,9 +96,9 @@ def _in_stages(model: Model, config: RunConfig, world: int, several: bool, stage
 
 
 def _whole(model: Model, config: RunConfig, several: bool) -> Kept:
-    trained = _FLOAT * _numel(model.trained)
+    trained = FLOAT * _numel(model.trained)
     return Kept(
-        weights=_FLOAT * _numel(model.weights) + model.buffer_bytes,
+        weights=FLOAT * _numel(model.weights) + model.buffer_bytes,
         optimizer=_states(model.trained, config, trained),
         average=trained if config.ema_decay and model.role == "policy" else 0,
         waiting=trained if several else 0,
@@ -112,7 +111,7 @@ def _states(weights: list[Weight], config: RunConfig, num_bytes: float) -> float
     if config.optim.name != "muon":
         return 2 * num_bytes
     matrices = sum(weight.numel for weight in weights if weight.unit and len(weight.shape) == 2)
-    return 2 * num_bytes - _FLOAT * matrices
+    return 2 * num_bytes - FLOAT * matrices
 
 
 def _numel(weights: list[Weight] | tuple[Weight, ...]) -> float:
@@ -124,17 +123,17 @@ def _numel(weights: list[Weight] | tuple[Weight, ...]) -> float:
 
 def _sharded(model: Model, config: RunConfig, world: int, several: bool) -> Kept:
     ranks = Ranks(world=world, replicas=config.fsdp.replicate_size, tensors=config.tp_size)
-    shards = _FLOAT * sum(_shard(weight, ranks) for weight in model.weights)
-    trained = _FLOAT * sum(_shard(weight, ranks) for weight in model.trained)
-    size = 2 if config.dtype == "bfloat16" else _FLOAT  # per element of a gathered weight
-    whole = _FLOAT * sum(_part(weight, ranks) for weight in model.trained)  # gradients before they are reduced
+    shards = FLOAT * sum(_shard(weight, ranks) for weight in model.weights)
+    trained = FLOAT * sum(_shard(weight, ranks) for weight in model.trained)
+    size = 2 if config.dtype == "bfloat16" else FLOAT  # per element of a gathered weight
+    whole = FLOAT * sum(_part(weight, ranks) for weight in model.trained)  # gradients before they are reduced
     units = _units(model.weights, ranks)
     root, blocks = units.pop(0, 0.0), sorted(units.values())
     gathered = size * (root + (blocks[-1] if blocks else 0.0))
     if not config.fsdp.reshard_after_forward:
         gathered = size * (root + sum(blocks))
     alone = world == 1 or ranks.of_rest == 1
-    rounded = size * max(_units(model.trained, ranks).values(), default=0.0) if size < _FLOAT else 0.0
+    rounded = size * max(_units(model.trained, ranks).values(), default=0.0) if size < FLOAT else 0.0
     on_host = config.fsdp.cpu_offload
     states = _states(model.trained, config, trained)
     average = trained if config.ema_decay and model.role == "policy" else 0
@@ -145,7 +144,7 @@ def _sharded(model: Model, config: RunConfig, world: int, several: bool) -> Kept
         average=average,
         waiting=unreduced if several else 0,
         gradients=trained,
-        own_pass=0 if alone and size == _FLOAT else gathered,
+        own_pass=0 if alone and size == FLOAT else gathered,
         forward=gathered,
     )
     if not on_host:
@@ -188,7 +187,7 @@ def _zero(model: Model, config: RunConfig, world: int, several: bool) -> Kept:
     chosen, whole = config.deepspeed, _whole(model, config, several)
     if chosen.zero_stage == 0:
         return whole
-    trained = _FLOAT * _numel(model.trained)
+    trained = FLOAT * _numel(model.trained)
     part, bucket = trained / world, float(chosen.bucket_mb << 20) if trained else 0.0
     states, master = whole.optimizer / world, part
     weights, forward = whole.weights, 0.0
@@ -216,11 +215,11 @@ def _partitioned(model: Model, chosen: DeepSpeedConfig, world: int) -> float:
     """Returns the bytes of stage 3's shards; small weights are also kept whole."""
     shards = sum(math.ceil(weight.numel / world) for weight in model.weights)
     whole = sum(weight.numel for weight in model.weights if weight.numel < chosen.param_persistence_threshold)
-    return _FLOAT * (shards + whole) + model.buffer_bytes
+    return FLOAT * (shards + whole) + model.buffer_bytes
 
 
 def _gathered(model: Model) -> float:
     """Returns the bytes of the weights that stage 3 holds gathered at the same time."""
     units = _units(model.weights, Ranks(world=1, replicas=1, tensors=1))
     largest = max(units.values(), default=0.0)
-    return _FLOAT * min(_numel(model.weights), _LIVE + largest)
+    return FLOAT * min(_numel(model.weights), _LIVE + largest)

@@ -24,7 +24,7 @@ from lightrl.seeding import mix_seed
 
 _SHARED_STREAM = 6  # separates the draws that siblings share from those of each sibling
 _TURN_STREAM = 5  # separates the draws of later turns from those of the first
-_RESULT_MARK = "lightrl-marks-a-result"
+RESULT_MARK = "lightrl-marks-a-result"
 _MARK = "lightrl-marks-an-answer"  # stands for the policy's turn when the template's text after it is looked up
 
 
@@ -300,10 +300,10 @@ def _is_answer(message: Mapping[str, Any]) -> bool:
 @lru_cache(maxsize=8)
 def _needs_calls(tokenizer: Any, template: str) -> bool:
     """Returns whether a template renders a tool's answer only after the call, as those of Gemma 4 and gpt-oss do."""
-    answer = {"role": "tool", "tool_call_id": "000000000", "name": "tool", "content": _RESULT_MARK}
+    answer = {"role": "tool", "tool_call_id": "000000000", "name": "tool", "content": RESULT_MARK}
     for text_behind in (_text_behind_text, _text_behind_calls):
         try:
-            if _RESULT_MARK in text_behind(tokenizer, [answer], tokenizer):
+            if RESULT_MARK in text_behind(tokenizer, [answer], tokenizer):
                 return text_behind is _text_behind_calls
         except Exception:  # a template may raise anything
             continue

@@ -13,7 +13,7 @@ from lightrl.data.streamed import make_each
 from lightrl.imports import load_object
 from lightrl.models.multimodal import MediaProcessor
 from lightrl.records import Prompt
-from lightrl.rollout.client import EngineClient, chat_text, text_behind_answer
+from lightrl.rollout.client import RESULT_MARK, EngineClient, chat_text, text_behind_answer
 from lightrl.rollout.episode import Episode
 from lightrl.rollout.observations import refused_image
 from lightrl.rollout.tool_calls import ToolAnswer, ToolBox, load_tool
@@ -67,7 +67,7 @@ class ToolWorkflow(Workflow):
                 ", ".join(schema["function"]["name"] for schema in self._box.schemas),
             )
         call = ToolCall(self._box.schemas[0]["function"]["name"], {})
-        answers = [self._box.message(call, ToolAnswer(text=f"{_RESULT}-{number}"), number) for number in range(2)]
+        answers = [self._box.message(call, ToolAnswer(text=f"{RESULT_MARK}-{number}"), number) for number in range(2)]
         if problem := _unanswered(tokenizer, answers[:1], "the answer to a tool call"):
             raise ValueError(problem)
         if problem := _unanswered(tokenizer, answers, "the answers if a turn calls several tools"):
@@ -149,6 +149,5 @@ def _unanswered(tokenizer: Any, answers: Sequence[Mapping[str, Any]], what: str)
     return f"The chat template leaves out {what}. {_REMEDY}"
 
 
-_RESULT = "lightrl-marks-a-result"
 _REMEDY = "Use a model whose template takes messages of the role tool, or give a template by --data.chat_template_file."
 _MCP = "lightrl.rollout.mcp_tools:mcp_tools"

@@ -19,10 +19,10 @@ from lightrl.models.critic import Critic
 from lightrl.models.lazy_logits import gather_logprobs_entropy
 from lightrl.models.policy import response_batch
 from lightrl.strategy.foreign_models import Native
+from lightrl.strategy.results import LossFn
 from lightrl.strategy.user_batch import computing
 
 Processor = Callable[..., dict[str, Tensor]]  # takes logits [T, V] and, by name, tensors [T, ...]
-LossFn = Callable[[Any, Any], Tensor]
 Step = Callable[[Iterator[Any], nn.Module], tuple[Any, Callable[..., Any]]]
 _ARGUMENT = "argument "  # prefix of a processor's arguments in a pack, which has input_ids of its own
 

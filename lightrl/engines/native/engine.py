@@ -58,7 +58,7 @@ Draw: TypeAlias = Callable[[Tensor, Tensor, SamplingPlan], tuple[Tensor, Tensor]
 _NUM_ROWS = 128  # of a matrix that is transposed at a time, to fit into a core's second cache
 _GAP = 16  # elements between rows, so that the values of a column do not collide in the cache
 _WORTH_TURNING = 1 << 16  # copy_() is slower from this number of elements on
-_ROOM_AHEAD = 64  # positions reserved for new tokens at first; a longer answer grows the cache
+ROOM_AHEAD = 64  # positions reserved for new tokens at first; a longer answer grows the cache
 
 
 def build_native_engine(
@@ -232,7 +232,7 @@ class NativeEngine(InferenceEngine):
         if not (admissions := self._scheduler.admit()):
             return []
         try:
-            self._reserve(max(len(item.request.prompt) + _ROOM_AHEAD for item in admissions))
+            self._reserve(max(len(item.request.prompt) + ROOM_AHEAD for item in admissions))
             counts = self._put(np.array([item.count for item in admissions]))
             logits, first_row = self._prefill(admissions).repeat_interleave(counts, 0), admissions[0].first_row
             return self._draw(logits, first_row, self._sampling_plan(first_row))

@@ -18,11 +18,9 @@ from typing import Any
 import torch
 
 from lightrl.engines.base import AnyPrompt, Completion, SamplingParams, as_prompt
-from lightrl.engines.native.engine import NativeEngine, build_native_engine
+from lightrl.engines.native.engine import ROOM_AHEAD, NativeEngine, build_native_engine
 from lightrl.engines.native.own_cache import SampleCaches, num_bytes_of
 from lightrl.engines.native.scheduler import Admission, Scheduler
-
-_ROOM_AHEAD = 64  # positions reserved for new tokens when a sample comes back
 
 
 class KeptRow:
@@ -113,7 +111,7 @@ class KeepingEngine(NativeEngine):
         if not admissions:
             return
         try:
-            self._reserve(max(len(item.request.prompt) + _ROOM_AHEAD for item in admissions))
+            self._reserve(max(len(item.request.prompt) + ROOM_AHEAD for item in admissions))
             for item in admissions:
                 kept = self._returning.pop(item.request.request_id)
                 self._put_back(item.first_row, kept)

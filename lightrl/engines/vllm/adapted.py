@@ -31,13 +31,12 @@ from lightrl.engines.weights.adapters import (
     with_factors,
 )
 from lightrl.engines.weights.placement import Placement, ServerRules
-from lightrl.models.lora import largest_rank, lora_layers
+from lightrl.models.lora import PEFT_PREFIX, largest_rank, lora_layers
 from lightrl.models.saved_adapters import SavedAdapter
 
 logger = logging.getLogger(__name__)
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the ranks for which vLLM can make room
-_PREFIX = "base_model.model."  # prefix of every name in an adapter's file
 
 
 class AdaptedVLLMEngine(VLLMEngine):
@@ -100,7 +99,7 @@ class AdaptedVLLMEngine(VLLMEngine):
         tensors = {}
         for layer, pair in factors.items():
             for part, tensor in zip((DOWN, UP), pair, strict=True):
-                tensors[_PREFIX + layer + part] = tensor.detach().cpu().contiguous()
+                tensors[PEFT_PREFIX + layer + part] = tensor.detach().cpu().contiguous()
         save_file(tensors, Path(request.lora_path) / "adapter_model.safetensors")
         rank = max(pair.down.shape[0] for pair in factors.values())
         described = {

@@ -21,9 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightrl.engines.weights.row_sums import row_sums
+from lightrl.engines.weights.row_sums import ROW, row_sums
 
-_ROW = 1 << 12  # bytes that are multiplied together
 _NUM_SUMS = 2  # sums of each row
 _IN_CACHE = 1 << 8  # rows that a CPU reads once per sum
 _SMALLEST, _LARGEST = 9, 63  # of the matrix: with 7 bits, products on processors without VNNI do not saturate
@@ -128,30 +127,30 @@ class Sums:
 
     def _read(self, content: Tensor, start: int) -> None:
         """Adds consecutive bytes that begin at byte `start` of the whole tensor."""
-        head = -start % _ROW  # bytes up to the first whole row
-        num_rows = (content.numel() - head) // _ROW
-        end = head + num_rows * _ROW
-        self._multiply(content[head:end].view(num_rows, _ROW), [_Rows(self._count, (start + head) // _ROW, num_rows)])
+        head = -start % ROW  # bytes up to the first whole row
+        num_rows = (content.numel() - head) // ROW
+        end = head + num_rows * ROW
+        self._multiply(content[head:end].view(num_rows, ROW), [_Rows(self._count, (start + head) // ROW, num_rows)])
         if head or end < content.numel():
             self._stage(content[:head].clone(), start)
             self._stage(content[end:].clone(), start + end)
 
     def _stage(self, content: Tensor, start: int) -> None:
         """Keeps bytes that fill only a few rows or a part of one, with zeros around them."""
-        size, lead = content.numel(), start % _ROW
+        size, lead = content.numel(), start % ROW
         if not size:
             return
         if self._num_bytes > _STAGED_BYTES or (self._staged and self._staged[0].device != content.device):
             self._read_staged()
-        tail = -(lead + size) % _ROW
-        zeros = torch.zeros(_ROW, dtype=torch.int8, device=content.device) if lead or tail else content
+        tail = -(lead + size) % ROW
+        zeros = torch.zeros(ROW, dtype=torch.int8, device=content.device) if lead or tail else content
         self._staged += [zeros[:lead], content, zeros[:tail]] if lead or tail else [content]
-        self._staged_places.append(_Rows(self._count, start // _ROW, (lead + size + tail) // _ROW))
+        self._staged_places.append(_Rows(self._count, start // ROW, (lead + size + tail) // ROW))
         self._num_bytes += lead + size + tail
 
     def _read_staged(self) -> None:
         if self._staged:
-            self._multiply(torch.cat(self._staged).view(-1, _ROW), self._staged_places)
+            self._multiply(torch.cat(self._staged).view(-1, ROW), self._staged_places)
             self._staged, self._staged_places, self._num_bytes = [], [], 0
 
     def _multiply(self, rows: Tensor, places: list[_Rows]) -> None:
@@ -221,7 +220,7 @@ def _integer_product(rows: Tensor) -> Tensor:
 @functools.lru_cache
 def _has_exact_product() -> bool:
     """Returns whether torch's product of 8-bit integers works on this processor without saturating."""
-    signs = torch.from_numpy(_odd_numbers(2 << 32, 4 * _ROW)).view(4, _ROW) >> 63
+    signs = torch.from_numpy(_odd_numbers(2 << 32, 4 * ROW)).view(4, ROW) >> 63
     rows, matrix = (signs ^ 127).to(torch.int8), _matrix(torch.device("cpu"), torch.int8)
     worst = torch.where(matrix[0] > 0, 127, -128).to(torch.int8)
     rows = torch.cat([rows, worst.expand(28, -1)])
@@ -236,9 +235,8 @@ def _has_exact_product() -> bool:
 
 
 @functools.lru_cache
-@functools.lru_cache
 def _matrix(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Returns [_NUM_SUMS, _ROW]: the numbers of a place are parallel to no other's.
+    """Returns [_NUM_SUMS, ROW]: the numbers of a place are parallel to no other's.
 
     So two changed bytes of a row never cancel out in both of its sums.
     """
@@ -246,7 +244,7 @@ def _matrix(device: torch.device, dtype: torch.dtype) -> Tensor:
     pairs = pairs[:, np.gcd(*pairs) == 1]
     chosen = _odd_numbers(1 << 32, pairs.shape[1])
     signs = 1 - (chosen >> 31 & 2)
-    order = chosen.argsort()[:_ROW]
+    order = chosen.argsort()[:ROW]
     return torch.from_numpy((pairs * signs)[:, order].astype(np.int8)).to(device, dtype).contiguous()
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightrl.c_library import compiled
 
 _SOURCE = Path(__file__).with_suffix(".c")
-_ROW = 1 << 12  # bytes
+ROW = 1 << 12  # bytes that are multiplied together
 
 _library: ctypes.CDLL | None = None
 
@@ -20,7 +20,7 @@ def compile_row_sums() -> None:
     """Lets row_sums() use compiled code in this process, where the processor has the instructions (AVX-512 VNNI)."""
     global _library
     if _library is None:
-        library = compiled(_SOURCE, {"ROW": _ROW})
+        library = compiled(_SOURCE, {"ROW": ROW})
         if library.can_sum():
             pointer = ctypes.c_void_p
             library.sum_rows.argtypes = (ctypes.c_long, pointer, pointer, pointer, ctypes.c_int)
@@ -30,7 +30,7 @@ def compile_row_sums() -> None:
 
 def row_sums(rows: Tensor, columns: Tensor) -> Tensor | None:
     """Returns the exact products [2, n] int32 of bytes [n, 4096] and columns [2, 4096]; None without compiled code."""
-    if _library is None or not rows.is_contiguous() or rows.shape[1] != _ROW:
+    if _library is None or not rows.is_contiguous() or rows.shape[1] != ROW:
         return None
     out = torch.empty(2, len(rows), dtype=torch.int32)
     pointers = (rows.data_ptr(), columns.data_ptr(), out.data_ptr())

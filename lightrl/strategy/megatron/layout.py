@@ -25,7 +25,7 @@ from lightrl.strategy.megatron.main_copies import copies_of, is_emptied
 from lightrl.strategy.megatron.parts import Part
 from lightrl.strategy.optim.optimizers import refuse_without_main_copies
 
-HELD = "megatron_held"  # attribute of a model's parameter: what this rank holds of it, or None
+HELD = "megatron_held"  # attribute of a parameter, of a model or an optimizer: what this rank holds of it, or None
 _WORD = 8  # bytes; in a joint gather, each tensor begins at a whole word
 
 

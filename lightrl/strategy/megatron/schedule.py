@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from lightrl.records import PackedBatch
-from lightrl.strategy.foreign_forward import LossFn, Step, finish, scored_rows
+from lightrl.strategy.foreign_forward import Step, finish, scored_rows
 from lightrl.strategy.megatron.placing import Placed
 from lightrl.strategy.megatron.stage import Stage
+from lightrl.strategy.results import LossFn
 
 
 def run_schedule(

@@ -11,10 +11,9 @@ from torch.optim import Optimizer
 
 from lightrl.comm import Comm
 from lightrl.strategy.layout.buckets import buckets
-from lightrl.strategy.megatron.layout import Held, held_of, is_placed
+from lightrl.strategy.megatron.layout import HELD, Held, held_of, is_placed
 
 _BUCKET_BYTES = 64 << 20  # reduced or sent at once; bounds the copy that this makes
-_OWNED = "megatron_held"  # attribute of an optimizer's parameter: which part of the model it is
 
 
 def give_local_parameters(optimizer: Optimizer) -> None:
@@ -29,7 +28,7 @@ def _local(parameter: Tensor) -> list[Tensor]:
     held = held_of(parameter)
     if held is None:
         return []
-    setattr(held.local, _OWNED, held)
+    setattr(held.local, HELD, held)
     return [held.local]
 
 
