@@ -1,7 +1,8 @@
-"""Loads what users name on the command line: built-ins by a short name, their own objects by package.module:name."""
+"""Loads what users name on the command line: built-ins by a short name, objects of their own by module or file."""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import inspect
@@ -11,17 +12,20 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from pkgutil import resolve_name
+from types import ModuleType
 from typing import Any, NoReturn
 
 from lightrl.config import nearest_name
 from lightrl.own_calls import is_own
+from lightrl.own_files import run_file
 from lightrl.torch_settings import kept_by_import
 
 # Errors that a program prints without a traceback, or that end it silently. If a user's code raises one of them while
 # it is loaded, the message has to name the line.
-BARE = (ValueError, OSError, ImportError, SyntaxError, SystemExit)
+_BARE = (ValueError, OSError, ImportError, SyntaxError, SystemExit)
 
 _OURS = Path(__file__).parent
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def is_installed(package: str) -> bool:
@@ -31,10 +35,10 @@ def is_installed(package: str) -> bool:
 
 
 def load_object(name: str, *, builtin: Mapping[str, str], what: str, example: str) -> Any:
-    """Loads an object by a built-in name or an import path; modules in the working directory can be imported, too.
+    """Loads an object by a built-in name, or from a module or a file; modules in the working directory are found, too.
 
     Args:
-        name: A key of `builtin`, or package.module:attribute.
+        name: A key of `builtin`, package.module:attribute or path/to/file.py:attribute.
         builtin: Import paths of the built-in names.
         what: Kind of object, for error messages.
         example: Import path of a user's own object, for error messages.
@@ -44,25 +48,54 @@ def load_object(name: str, *, builtin: Mapping[str, str], what: str, example: st
 
 def _load_own(name: str, builtin: Mapping[str, str], what: str, example: str) -> Any:
     """Loads a user's object; every mistake in its name or error in its module is explained."""
-    module_name, _, attribute = name.partition(":")
-    if not (module_name and attribute) or module_name.startswith("."):  # ./file.py is no import path
+    place, _, attribute = name.rpartition(":")
+    if not place and name.endswith(".py") and Path(name).is_file():
+        raise _only_a_file(name, what, example)
+    if not (place and attribute) or (place.startswith(".") and not place.endswith(".py")):
         _raise_unknown(name, builtin, what, example)
+    module = (_module_of_file if place.endswith(".py") else _imported)(place, name, what)
+    if not hasattr(module, attribute):
+        own = {key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
+        hint = f" {nearest_name(attribute, own)}" if own else ""
+        raise ValueError(f"The {what} {name!r}: {place} has no {attribute!r}.{hint}")
+    return getattr(module, attribute)
+
+
+def _imported(module_name: str, name: str, what: str) -> ModuleType:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         with kept_by_import(module_name):
-            module = importlib.import_module(module_name)
-    except BARE as error:
+            return importlib.import_module(module_name)
+    except _BARE as error:
         _raise_unless_ours(error, module_name, f"The {what} {name!r}")
-    if not hasattr(module, attribute):
-        raise ValueError(f"The {what} {name!r}: module {module_name!r} has no {attribute!r}.")
-    return getattr(module, attribute)
+
+
+def _module_of_file(file: str, name: str, what: str) -> ModuleType:
+    if not Path(file).is_file():
+        raise FileNotFoundError(
+            f"The {what} {name!r}: there is no file {file} to load it from. The working directory is {os.getcwd()}."
+        )
+    try:
+        return run_file(Path(file))
+    except _BARE as error:
+        _raise_code_fails(error, f"The {what} {name!r}")
+
+
+def _only_a_file(file: str, what: str, example: str) -> ValueError:
+    try:
+        body = ast.parse(Path(file).read_bytes()).body
+    except SyntaxError:
+        body = []  # reported when something of the file is loaded
+    found = [item.name for item in body if isinstance(item, _DEFINITIONS)]
+    choices = " or ".join(f"{file}:{name}" for name in found if not name.startswith("_"))
+    return ValueError(f"The {what} {file!r} names a file and nothing in it. Write {choices or f'{file}:{example}'}.")
 
 
 def _raise_unknown(name: str, builtin: Mapping[str, str], what: str, example: str) -> NoReturn:
+    known = f" {nearest_name(name, set(builtin))} Choose one of {', '.join(builtin)}, or give" if builtin else " Give"
     raise ValueError(
-        f"Unknown {what} {name!r}. {nearest_name(name, set(builtin))} Choose one of {', '.join(builtin)}, or give "
-        f"your own as package.module:{example}."
+        f"Unknown {what} {name!r}.{known} your own as package.module:{example} or path/to/file.py:{example}."
     )
 
 
@@ -72,20 +105,14 @@ def _raise_unless_ours(error: BaseException, module_name: str, subject: str) -> 
     if missing and (module_name == missing or module_name.startswith(missing + ".")):
         raise ValueError(
             f"{subject}: there is no module {missing!r}. It must be installed or stand under the directory the run "
-            f"is started in ({os.getcwd()}).{_path_to_import(module_name)}"
+            f"is started in ({os.getcwd()})."
         ) from error
     if module_name.partition(".")[0] == "lightrl":
         raise error
-    raise_code_fails(error, subject)
+    _raise_code_fails(error, subject)
 
 
-def _path_to_import(module_name: str) -> str:
-    file = Path(module_name)
-    is_ours = file.suffix == ".py" and file.is_file() and not file.is_absolute()
-    return f" Name it as Python imports it: {'.'.join(file.with_suffix('').parts)}." if is_ours else ""
-
-
-def raise_code_fails(error: BaseException, subject: str) -> NoReturn:
+def _raise_code_fails(error: BaseException, subject: str) -> NoReturn:
     """Raises an ImportError that names the line at which a user's code failed while it was loaded."""
     if isinstance(error, SyntaxError):
         reason, file, line = error.msg, error.filename, error.lineno

@@ -31,9 +31,9 @@ def test_a_folder_is_no_installed_package(tmp_path: Path, monkeypatch: pytest.Mo
     ("name", "text"),
     [
         ("sampler2", "Unknown thing 'sampler2'. Did you mean sampler\\?.*package.module:MyThing"),
-        ("./mine.py:X", "Unknown thing './mine.py:X'..*package.module:MyThing"),
+        (".mine:X", "Unknown thing '.mine:X'..*package.module:MyThing or path/to/file.py:MyThing"),
         ("lightrl.nowhere:X", "there is no module 'lightrl.nowhere'"),
-        ("lightrl.data.sampler:X", "module 'lightrl.data.sampler' has no 'X'"),
+        ("lightrl.data.sampler:X", "lightrl.data.sampler has no 'X'"),
     ],
 )
 def test_errors_say_what_to_do(name: str, text: str) -> None:
@@ -41,24 +41,22 @@ def test_errors_say_what_to_do(name: str, text: str) -> None:
         load(name)
 
 
-@pytest.mark.parametrize(
-    ("file", "remedy"),
-    [
-        ("own_file.py", " Name it as Python imports it: own_file."),
-        ("sub/own_file.py", r".*: sub\.own_file\."),
-        ("gone.py", ""),
-    ],
-)
-def test_a_file_is_named_as_it_can_be_imported(
-    file: str, remedy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
+def test_an_object_is_loaded_from_a_file_by_any_path_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sub").mkdir()
-    for path in ("own_file.py", "sub/own_file.py"):
-        (tmp_path / path).write_text("X = 1")
-    with pytest.raises(ValueError, match=rf"there is no module .*started in \({tmp_path}\)\.{remedy}$"):
-        load(f"{file}:X")
+    (tmp_path / "sub" / "mine.py").write_text("class Thing: ...\ndef make(): ...\n")
+    monkeypatch.chdir(tmp_path)
+    thing = load("sub/mine.py:Thing")
+    assert thing is load("./sub/mine.py:Thing") is load(f"{tmp_path}/sub/mine.py:Thing")
+    with pytest.raises(ValueError, match=r"sub/mine.py has no 'Thign'. Did you mean Thing\?$"):
+        load("sub/mine.py:Thign")
+    with pytest.raises(
+        ValueError, match=r"names a file and nothing in it. Write sub/mine.py:Thing or sub/mine.py:make.$"
+    ):
+        load("sub/mine.py")
+    with pytest.raises(
+        FileNotFoundError, match=f"no file mine.py to load it from. The working directory is {tmp_path}."
+    ):
+        load("mine.py:Thing")
 
 
 @pytest.mark.parametrize(

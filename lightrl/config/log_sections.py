@@ -50,4 +50,7 @@ def check_loggers(names: Sequence[str]) -> None:
             raise ValueError(f'--log.to {name} needs {name}, which is not installed: pip install "lightrl[{name}]".')
         if name not in (*LOGGERS, "tensorboard") and ":" not in name:
             known = ", ".join((*LOGGERS, "tensorboard"))
-            raise ValueError(f"--log.to {name}: choose from {known}, or give your own as package.module:Class.")
+            raise ValueError(
+                f"--log.to {name}: choose from {known}, or give your own as package.module:Class "
+                "or path/to/file.py:Class."
+            )

@@ -6,26 +6,19 @@ file or socket.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import os
 import pickle
 import select
 import struct
-import sys
 import time
-import zlib
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from lightrl.own_files import is_of_file
 from lightrl.rewards.scoring import reward_name, unwrapped
-from lightrl.torch_settings import kept_by_import
 
 _LENGTH = struct.Struct("<Q")
-_FILE_MODULE_PREFIX = "lightrl_reward_file_"
-_sources: dict[str, bytes] = {}  # of the modules of files, by name; a file that was changed is run again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,27 +71,5 @@ def packed_for_worker(reward: Any) -> tuple[str, bytes]:
             f"The reward {reward_name(reward)!r} is isolated, and its processes cannot find it: define it at the top "
             "of a file or module other than the one that is started."
         )
-    file = inspect.getfile(named) if named.__module__.startswith(_FILE_MODULE_PREFIX) else ""
+    file = inspect.getfile(named) if is_of_file(named.__module__) else ""
     return file, pickle.dumps(reward)
-
-
-def run_file(path: Path) -> ModuleType:
-    """Runs a Python file as a separate module; the same file is run once, because pickle looks up its functions."""
-    file = path.resolve()
-    module_name = f"{_FILE_MODULE_PREFIX}{path.stem}_{zlib.crc32(os.fsencode(file)):08x}"
-    source = file.read_bytes()
-    if module_name in sys.modules and _sources.get(module_name) == source:
-        return sys.modules[module_name]
-    _sources[module_name] = source
-    spec = importlib.util.spec_from_file_location(module_name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses and pickle look up a class's module there
-    try:
-        with kept_by_import(str(path)):
-            spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[module_name]
-        raise
-    return module

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, cast
 
 from lightrl.config import JudgeConfig, RolloutConfig, declared_type, fits, named_values, nearest_name
-from lightrl.imports import BARE, load_object, raise_code_fails
+from lightrl.imports import load_object
 from lightrl.records import Sample
 from lightrl.rewards.applicability import Condition, SelectiveRunner, SelectiveTogether, conditions_of, fail_unjudged
 from lightrl.rewards.async_scoring import AsyncRunner
-from lightrl.rewards.messages import run_file
 from lightrl.rewards.own_runner import OwnRunner
 from lightrl.rewards.scoring import (
     NO_REWARD,
@@ -48,7 +45,6 @@ BUILTIN_REWARDS = {
     "reasoning_gym": "lightrl.rewards.reasoning_gym:ReasoningGym",
     "episode": "lightrl.rewards.episode_reward:episode_reward",
 }
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 # Kinds of parameters that --reward_args sets, of a function and of a class.
 _OF_FUNCTION: tuple[Any, ...] = (inspect.Parameter.KEYWORD_ONLY,)
 _SETTABLE = {False: _OF_FUNCTION, True: (*_OF_FUNCTION, inspect.Parameter.POSITIONAL_OR_KEYWORD)}
@@ -269,25 +265,7 @@ def load_reward(name: str, parameters: Mapping[str, Any] | None = None) -> AnyRe
 
 def own_reward(name: str) -> Any:
     """Loads a user's reward from a file or a module."""
-    if name.endswith(".py") and Path(name).is_file():
-        raise _no_function_named(Path(name))
-    file, _, function_name = name.rpartition(":")
-    if file.endswith(".py"):
-        return _load_from_file(Path(file), function_name)
-    example = "my_reward or path/to/file.py:my_reward"
-    return load_object(name, builtin=BUILTIN_REWARDS, what="reward", example=example)
-
-
-def _no_function_named(file: Path) -> ValueError:
-    try:
-        body = ast.parse(file.read_bytes()).body
-    except SyntaxError:
-        body = []  # reported when a function of the file is loaded
-    found = [item.name for item in body if isinstance(item, _DEFINITIONS)]
-    choices = " or ".join(f"{file}:{name}" for name in found if not name.startswith("_"))
-    return ValueError(
-        f"--reward {file} names a file and none of its functions. Write {choices or f'{file}:my_reward'}."
-    )
+    return load_object(name, builtin=BUILTIN_REWARDS, what="reward", example="my_reward")
 
 
 def _not_a_function(name: str, reward: object) -> ValueError:
@@ -327,21 +305,6 @@ def _typed(name: str, parameter: inspect.Parameter, value: Any) -> Any:
     if not fits(declared, typed):
         raise ValueError(f"The reward {name!r}: {parameter.name} is {value!r}, and it must be {declared}.")
     return typed
-
-
-def _load_from_file(path: Path, function_name: str) -> object:
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"There is no file {path} to load a reward from. The working directory is {Path.cwd()}."
-        )
-    try:
-        module = run_file(path)
-    except BARE as error:
-        raise_code_fails(error, f"The reward '{path}:{function_name}'")
-    if not hasattr(module, function_name):
-        functions = {key for key, value in vars(module).items() if callable(value) and not key.startswith("_")}
-        raise ValueError(f"The file {path} has no {function_name!r}. {nearest_name(function_name, functions)}")
-    return getattr(module, function_name)
 
 
 # ---- Rewards of a config ---------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from lightrl.rewards.messages import Reply, receive, run_file, send
+from lightrl.own_files import run_file
+from lightrl.rewards.messages import Reply, receive, send
 from lightrl.rewards.scoring import NoVerdictError, is_numpys_bool
 from lightrl.rewards.time_limit import TimeLimitError, time_limit
 

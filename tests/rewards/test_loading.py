@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +63,7 @@ def test_a_reward_from_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "own_package" / "own_module.py").write_text(OWN_REWARD)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert load_reward("own_package.own_module:length_reward")("abc") == 6.0  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="module 'own_package.own_module' has no 'lenght_reward'"):
+    with pytest.raises(ValueError, match="own_package.own_module has no 'lenght_reward'. Did you mean length_reward"):
         load_reward("own_package.own_module:lenght_reward")
     with pytest.raises(ValueError, match="is a dict: it must be a function from a Sample to a number"):
         load_reward("own_package.own_module:TABLE")
@@ -85,7 +84,6 @@ def test_a_file_that_fails_while_it_is_loaded_is_named_with_its_line(tmp_path: P
         path.write_text(f"\n{code}\n")
         with pytest.raises(ImportError, match=f"The reward '{path}:f' cannot be loaded: {told} at line 2 of {path}: "):
             load_reward(f"{path}:f")
-        assert not [name for name in sys.modules if name.startswith("lightrl_reward_file_broken")]
 
 
 def test_a_module_that_fails_while_it_is_loaded_is_named_with_its_line(
