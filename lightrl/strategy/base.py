@@ -101,7 +101,7 @@ class StrategyBase(ForeignNames, ABC):
         self.tokenizer: Decoder | None = None  # gives gather_and_generate its text
         self.media: MediaProcessor | None = None  # for a vision-language model: the canary scores images with it
         self.global_step = 0
-        self.statistics = Statistics()  # what `stats` records; a trainer sets its own, reduced in every step
+        self.statistics = Statistics()  # what `stats` and a trainer record; the trainer reduces them in every step
 
     # ---- Back end: what a subclass writes ----------------------------------------------------------------------
 
