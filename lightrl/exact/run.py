@@ -15,6 +15,7 @@ from lightrl.trainers.fit import Trainer
 from lightrl.trainers.objective import PolicyLoss, PolicyObjective
 from lightrl.trainers.run import RunContext, open_run
 from lightrl.trainers.token_advantages import TokenAdvantages
+from lightrl.trainers.variants import variant
 
 
 def exact(trainer_class: type[Trainer]) -> Callable[[RolloutConfig], Trainer]:
@@ -22,7 +23,7 @@ def exact(trainer_class: type[Trainer]) -> Callable[[RolloutConfig], Trainer]:
 
     def build(config: RolloutConfig) -> Trainer:
         fix_arithmetic()
-        made: Any = type(f"Exact{trainer_class.__name__}", (ExactTrainer, trainer_class), {})
+        made = variant(trainer_class, ExactTrainer, name="Exact", option="--exact")
         run = open_run(config, kind=trainer_class.kind, strategy=exact_strategy(config))
         check_run(run)
         trainer: Trainer = made(run)
@@ -68,7 +69,7 @@ def check_run(run: RunContext) -> None:
 def check_functions(options: Any, objective: PolicyLoss | None) -> None:
     """Raises ValueError for a user's estimator or loss whose traits ask for sums per rank."""
     name = ""
-    if isinstance(objective, PolicyObjective) and objective.whitens:
+    if isinstance(objective, PolicyObjective) and objective.traits.whiten:
         name = "advantage"
     elif objective is not None and objective.selects_tokens:
         name = "loss"

@@ -13,14 +13,12 @@ from lightrl.sharing.updates import SharedUpdates
 from lightrl.trainers.fit import Trainer
 from lightrl.trainers.policy_step import PolicyUpdates
 from lightrl.trainers.run import RunContext
+from lightrl.trainers.variants import variant
 
 
 def sharing(trainer_class: Callable[[Any], Trainer]) -> type[Trainer]:
     """Returns a trainer class that shares prompts, made from an ordinary one."""
-    if not isinstance(trainer_class, type):
-        raise TypeError("--share_prompts needs a subclass of lightrl.Trainer, not a function that makes a trainer.")
-    made: type[Trainer] = type(f"Sharing{trainer_class.__name__}", (SharingTrainer, trainer_class), {})
-    return made
+    return variant(trainer_class, SharingTrainer, name="Sharing", option="--share_prompts")
 
 
 class SharingTrainer(Trainer):

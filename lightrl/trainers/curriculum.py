@@ -14,16 +14,12 @@ from lightrl.rollout.scheduled_collector import Filter
 from lightrl.trainers.fit import Trainer
 from lightrl.trainers.run import RunContext
 from lightrl.trainers.scheduled import ScheduledTrainer, load_filter
+from lightrl.trainers.variants import variant
 
 
 def with_curriculum(trainer_class: Callable[[Any], Trainer]) -> Callable[[Any], Trainer]:
     """Returns the trainer class of a run with a curriculum, made from an ordinary trainer class."""
-    if not isinstance(trainer_class, type):
-        raise TypeError("A curriculum needs a subclass of lightrl.Trainer, not a function that makes a trainer.")
-    made: Callable[[Any], Trainer] = type(
-        f"{trainer_class.__name__}OfCurriculum", (_ScheduledCurriculum, trainer_class), {}
-    )
-    return made
+    return variant(trainer_class, _ScheduledCurriculum, name="Curriculum", option="--data.curriculum")
 
 
 class CurriculumTrainer(Trainer):

@@ -196,11 +196,6 @@ class PolicyObjective(PolicyLoss):
         if group_size < smallest:
             raise _small_group(name, wanted, smallest, group_size)
 
-    @property
-    def whitens(self) -> bool:
-        """Whether advantages are whitened over all ranks."""
-        return self.traits.whiten
-
     def advantages(
         self, experience: Sequence[Experience], comm: Comm, baselines: Sequence[float] | None = None
     ) -> list[Experience]:

@@ -15,6 +15,7 @@ from lightrl.trainers.policy_step import describe_rollout
 from lightrl.trainers.reward_components import count_equal_components
 from lightrl.trainers.run import RunContext
 from lightrl.trainers.staleness import older_samples
+from lightrl.trainers.variants import variant
 from lightrl.wording import counted
 
 
@@ -28,7 +29,7 @@ def recorded(trainer_class: type[Trainer]) -> Callable[[RolloutConfig], Trainer]
                 "PPO have it."
             )
         mixin = ReplayTrainer if config.rollout.from_ else RecordingTrainer
-        made: Any = type(f"{mixin.__name__}Of{trainer_class.__name__}", (mixin, trainer_class), {})
+        made = variant(trainer_class, mixin, name="Recorded", option="A record (--rollout.record, from)")
         trainer: Trainer = made(config)
         return trainer
 

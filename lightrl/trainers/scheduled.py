@@ -23,6 +23,7 @@ from lightrl.trainers.fit import Trainer
 from lightrl.trainers.policy_step import Batch, PolicyUpdates
 from lightrl.trainers.reward_components import keeper_of
 from lightrl.trainers.run import RunContext
+from lightrl.trainers.variants import variant
 
 SCHEDULERS = {"wait": AsyncScheduler, "drop": DroppingScheduler}  # keys: values of --rollout.late
 COLLECTORS = {"wait": ScheduledCollector, "drop": LateDropCollector}
@@ -36,10 +37,7 @@ def unequal_rewards(group: ScoredGroup) -> bool:
 
 def scheduled(trainer_class: Callable[[Any], Trainer]) -> Callable[[Any], Trainer]:
     """Returns the trainer class of a scheduled run, made from an ordinary trainer class."""
-    if not isinstance(trainer_class, type):
-        raise TypeError("A scheduled run needs a subclass of lightrl.Trainer, not a function that makes a trainer.")
-    made: Callable[[Any], Trainer] = type(f"Scheduled{trainer_class.__name__}", (ScheduledTrainer, trainer_class), {})
-    return made
+    return variant(trainer_class, ScheduledTrainer, name="Scheduled", option="A schedule (--rollout.over_issue ...)")
 
 
 class ScheduledTrainer(Trainer):

@@ -29,6 +29,7 @@ from lightrl.trainers.curriculum import CurriculumTrainer, load_curriculum
 from lightrl.trainers.fit import Trainer
 from lightrl.trainers.rollout_server import RolloutServer
 from lightrl.trainers.scheduled import YoungUpdates, load_filter
+from lightrl.trainers.variants import variant
 
 BOUNDED_COLLECTORS = {"wait": BoundedCollector, "drop": DroppingCollector}  # keys: values of --rollout.late
 # Options of --rollout that such runs support.
@@ -44,10 +45,7 @@ def in_role(trainer_class: Callable[[Any], Trainer]) -> Callable[[RolloutConfig]
         role = split(config.rollout_ranks, engine_tp_size=config.engine_tp_size)
         if not role.is_trainer:
             return RolloutServer(config, role, rewards_of_samples(config))
-        if not isinstance(trainer_class, type):
-            raise TypeError("--rollout_ranks needs a subclass of lightrl.Trainer, not a function that makes a trainer.")
-        learner: type[Any] = type(f"Remote{trainer_class.__name__}", (Learner, *parts, trainer_class), {})
-        made: Trainer = learner(config, role)
+        made: Trainer = variant(trainer_class, Learner, *parts, name="Remote", option="--rollout_ranks")(config, role)
         return made
 
     return build
