@@ -174,7 +174,7 @@ class StallWatch:
         self._answer(self._store, {"waits": text})
         time.sleep(_SKEW_S)
         sys.stderr.write(f"[rank {self._rank}] {self.why_lost(text)}\n")
-        _end_process(1)
+        _end_process()
 
     def _take_part(self) -> None:
         with suppress(RuntimeError):  # the rank that asked was the store's host, and has ended after its report
@@ -189,7 +189,7 @@ class StallWatch:
                     os.kill(pid, signal.SIGKILL)
         if not self._has_given_up and not self._stopped.is_set():
             sys.stderr.write(f"[rank {self._rank}] ends, since other ranks waited for this one in vain\n")
-            _end_process(1)
+            _end_process()
 
     def _look_at_silent_ranks(self) -> list[int]:
         """Answers for silent ranks on this host unless another rank does; returns their processes."""
@@ -227,8 +227,8 @@ def _looked_at(rank: int) -> str:
     return f"lightrl/stall/looked_at/{rank}"
 
 
-def _end_process(code: int) -> None:
-    (_end or os._exit)(code)
+def _end_process() -> None:
+    (_end or os._exit)(1)
 
 
 def _end_alone(rank: int, text: str) -> None:
@@ -236,7 +236,7 @@ def _end_alone(rank: int, text: str) -> None:
         f"[rank {rank}] {text}\nThe store of the ranks gives no answer: the process that keeps it is stopped or gone. "
         "It is torchrun on the first node, or else rank 0.\n"
     )
-    _end_process(1)
+    _end_process()
 
 
 # ---- Stacks and processes --------------------------------------------------------------------------------------------
