@@ -144,6 +144,10 @@ def find(kind: Kind, name: str) -> Callable[..., Any]:
     """Loads a function by name or path, without binding parameters."""
     if name in BUILTIN[kind]:
         return cast(Callable[..., Any], resolve_name(BUILTIN[kind][name]))
+    return _load_own(kind, name)
+
+
+def _load_own(kind: Kind, name: str) -> Callable[..., Any]:
     function: Any = load_object(name, builtin=BUILTIN[kind], what=kind, example=f"my_{kind}")
     if not callable(function):
         raise ValueError(f"The {kind} {name!r} is a {type(function).__name__}: it must be a function.")

@@ -126,7 +126,8 @@ class TorchStrategy(StrategyBase):
         The weight is the micro-batch's share in the update. A back end that averages gradients over ranks divides by
         their number, so the loss is multiplied by it here. apply_gradients() takes out the factor of a gradient scaler.
         """
-        return loss * (weight * self.averaging_ranks * self.trained.loss_factor(optimizer))
+        factors = [hook.loss_factor(optimizer) for hook in self.trained.hooks_of(optimizer)]
+        return loss * (weight * self.averaging_ranks * math.prod(factors))
 
     def optimizer_step(
         self, optimizer: Optimizer, model: nn.Module, scheduler: Any, name: str = "model", **kwargs: Any

@@ -83,10 +83,6 @@ class TrainedModels:
         """Returns the optional parts of an optimizer's updates, in the order in which they were asked for."""
         return [*self.hooks, *getattr(optimizer, HOOKS, ())]
 
-    def loss_factor(self, optimizer: Optimizer) -> float:
-        """Returns the factor of a loss in addition to its weight; an update divides the gradients by it."""
-        return math.prod([hook.loss_factor(optimizer) for hook in self.hooks_of(optimizer)])
-
     def rates(self, optimizer: Optimizer) -> list[float]:
         """Returns the learning rate of each parameter group for the update to come."""
         rates = [float(group["lr"]) for group in optimizer.param_groups]
