@@ -47,6 +47,19 @@ def test_every_key_of_verl_in_the_guide_is_answered_and_no_other() -> None:
     assert set(_VERL) - told == set()
 
 
+def test_names_that_a_row_lists_in_order_are_answered_in_that_order() -> None:
+    known = {*option_names(GRPOConfig), *option_names(PPOConfig)}
+    num_pairs = 0
+    for theirs, ours, *_ in (row for section in ("TRL", "OpenRLHF", "verl") for row in rows(section)):
+        keys, named = re.findall(r"`(?:--)?([\w.]+)", theirs), re.findall(r"`--([\w.]+)[^`]*`(?:, |$)", ours.strip())
+        pairs = list(zip(keys, named, strict=True)) if len(keys) == len(named) == ours.count("--") else []
+        for key, option in pairs if len(pairs) > 1 else []:
+            (answer,) = own_names([f"--{key}"], known - {key})
+            assert f"--{option}" in answer.replace(",", " ").split(), (key, answer)
+            num_pairs += 1
+    assert num_pairs > 20
+
+
 def test_the_guide_names_estimators_that_exist() -> None:
     """OpenRLHF calls REINFORCE++ `reinforce`, which is another estimator here."""
     rows = [line for line in GUIDE.splitlines() if line.startswith("| `--advantage_estimator`")]
@@ -92,6 +105,7 @@ def test_words_of_its_command_line_are_answered(capsys: pytest.CaptureFixture[st
 def test_names_that_the_program_has_or_cannot_offer_are_left_alone() -> None:
     assert own_names(["--beta", "1", "learning_rate"], {"lr"}) == []
     assert own_names(["--learning_rate"], {"learning_rate", "lr"}) == []
+    assert own_names(["--rollout.workflow_args", "tools=calculator"], {"rollout.workflow"}) == []  # a value, no key
 
 
 @pytest.mark.parametrize(
