@@ -12,7 +12,7 @@ import pytest
 
 from lightrl.comm import Comm
 from lightrl.config import CheckpointConfig, GRPOConfig, JudgeConfig, LateMistakeError, RolloutLogConfig
-from lightrl.trainers.loggers.attach import LoggedRun, Loggers, public_options
+from lightrl.trainers.loggers.attach import LoggedRun, Loggers, public, public_options
 from lightrl.trainers.run_folder import RunFolder
 
 
@@ -53,7 +53,7 @@ def trainer_of(folder: Path, name: str, *, rank: int = 0, on_disk_error: Any = "
     )
 
 
-def test_a_logger_gets_the_metrics_of_each_step(tmp_path: Path, noted: str) -> None:
+def test_a_logger_gets_the_metrics_of_each_step(tmp_path: Path, noted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loggers = Loggers(trainer_of(tmp_path, noted))
     loggers.after_metrics(4, {"loss": 0.5})
     (logger,) = Noted.made
@@ -63,6 +63,9 @@ def test_a_logger_gets_the_metrics_of_each_step(tmp_path: Path, noted: str) -> N
     assert logger.is_closed
     Loggers(trainer_of(tmp_path, noted))
     assert Noted.made[1].run.id == logger.run.id  # a run that goes on is the same run
+    monkeypatch.chdir(tmp_path)
+    Loggers(trainer_of(Path(), noted))
+    assert Noted.made[2].run.name == tmp_path.name  # also of a folder that is given as "."
 
 
 def test_a_logger_is_told_of_a_failure_if_it_has_a_method_for_it(tmp_path: Path, noted: str) -> None:
@@ -93,6 +96,17 @@ class Stepless(Unclosed):
     def close(self) -> None: ...
 
 
+class Asking(Unclosed):
+    def close(self, exit_code: int) -> None: ...
+
+
+class Lazy(Unclosed):
+    """Has methods that are no functions of the class, which only a call can tell right or wrong."""
+
+    log = staticmethod(lambda step, metrics: None)  # type: ignore[assignment]
+    close = staticmethod(lambda: None)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
     ("name", "message"),
@@ -101,6 +115,7 @@ class Stepless(Unclosed):
             "own_loggers:Stepless",
             r"Stepless.log\(self, metrics.*cannot be called with \(self, step, metrics\): too many",
         ),
+        ("own_loggers:Asking", r"Asking.close\(self, exit_code.*cannot be called with \(self\): missing"),
         ("own_loggers:Unclosed", "'own_loggers:Unclosed' has no method close. A logger is a class with __init__"),
         ("own_loggers:Unaware", "'own_loggers:Unaware' is called with a LoggedRun: too many positional arguments"),
         ("own_loggers:Notd", "own_loggers has no 'Notd'"),
@@ -111,9 +126,17 @@ def test_a_mistake_in_a_logger_of_ones_own_is_found_by_all_ranks(
     tmp_path: Path, noted: str, name: str, message: str, rank: int
 ) -> None:
     module = sys.modules["own_loggers"]
-    module.Unclosed, module.Unaware, module.Stepless = Unclosed, Unaware, Stepless  # type: ignore[attr-defined]
+    for kind in (Unclosed, Unaware, Stepless, Asking):
+        setattr(module, kind.__name__, kind)
     with pytest.raises(LateMistakeError, match=message):
         Loggers(trainer_of(tmp_path, name, rank=rank))
+
+
+def test_a_function_that_makes_a_logger_and_methods_that_are_no_functions_are_taken(tmp_path: Path, noted: str) -> None:
+    module = sys.modules["own_loggers"]
+    module.make, module.Lazy = lambda run: Noted(run), Lazy  # type: ignore[attr-defined]
+    Loggers(trainer_of(tmp_path, "own_loggers:make,own_loggers:Lazy")).close()
+    assert Noted.made[0].is_closed
 
 
 def test_other_ranks_have_none(tmp_path: Path, noted: str) -> None:
@@ -163,3 +186,18 @@ def test_no_secret_leaves_the_run_in_a_list_of_arguments() -> None:
     options = public_options(GRPOConfig(engine_args=given, reward_args=("exact_match.api_key=hunter2",)))
     assert options["engine_args"] == ["hf_token=***", "url=http://***@localhost/", "max_tokens=8"]
     assert options["reward_args"] == ["exact_match.api_key=***"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wanted"),
+    [
+        ("hub.token", "hunter2", "***"),
+        ("hub.token", "", ""),  # there is none
+        ("mail_password", "hunter2", "***"),
+        ("monkey", "see", "see"),  # only ends like a key
+        ("engine_args", "api_key=", "api_key="),
+        ("train_data", "http://localhost/me@home", "http://localhost/me@home"),  # no user
+    ],
+)
+def test_only_what_may_be_a_secret_is_hidden(name: str, value: str, wanted: str) -> None:
+    assert public(name, value) == wanted

@@ -48,11 +48,12 @@ def _run(number: int, tags: dict[str, str], **_: Any) -> Mock:
 
 
 def test_calls(logged_run: LoggedRun, package: Any) -> None:
-    logger = MLflowLogger(logged_run)
+    long = dataclasses.replace(logged_run, options={**logged_run.options, "reward": "x" * 501})
+    logger = MLflowLogger(long)
     logger.log(2, {"loss": 0.5, "eval/pass@4": 1.0, "eval/math (hard)/avg@8": 0.25})
     logger.close()
     package.set_tracking_uri.assert_called_once_with(f"sqlite:///{logged_run.folder}/mlflow.db")
-    package.log_params.assert_called_once_with({"lr": "0.5", "judge.key": "***"})
+    package.log_params.assert_called_once_with({"lr": "0.5", "judge.key": "***", "reward": "x" * 500})  # as it takes it
     package.log_metrics.assert_called_once_with(
         {"loss": 0.5, "eval/pass_at_4": 1.0, "eval/math _hard_/avg_at_8": 0.25}, step=2, run_id="id0"
     )
@@ -115,9 +116,22 @@ def test_the_place_of_a_platform_is_kept(
     logged_run: LoggedRun, package: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, "3")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://there")
     MLflowLogger(logged_run)
+    package.set_tracking_uri.assert_not_called()
     package.set_experiment.assert_not_called()
-    assert os.environ[name] == "3"
+    assert (os.environ[name], os.environ["MLFLOW_TRACKING_URI"]) == ("3", "http://there")
+
+
+def test_a_run_that_the_platform_names_is_not_looked_for(
+    logged_run: LoggedRun, package: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """start_run() without an id takes that of MLFLOW_RUN_ID, though another run of this id may have begun earlier."""
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", "3")
+    monkeypatch.setenv("MLFLOW_RUN_ID", "4")
+    package.MlflowClient().search_runs.return_value = [Mock(info=Mock(run_id="earlier"))]
+    MLflowLogger(logged_run)
+    assert "run_id" not in package.start_run.call_args.kwargs
 
 
 def test_a_continued_run_continues_its_run_of_mlflow(logged_run: LoggedRun, package: Any) -> None:

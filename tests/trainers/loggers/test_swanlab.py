@@ -13,11 +13,16 @@ from lightrl.trainers.loggers.swanlab import SwanLabLogger
 def test_calls(logged_run: LoggedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     package: Any = Mock()
     monkeypatch.setitem(sys.modules, "swanlab", package)
-    monkeypatch.delenv("SWANLAB_MODE", raising=False)
+    for name in ("SWANLAB_MODE", "SWANLAB_PROJECT"):
+        monkeypatch.delenv(name, raising=False)
     logger = SwanLabLogger(logged_run)
     logger.log(2, {"loss": 0.5})
     logger.close()
     assert package.init.call_args.kwargs["mode"] == "local"
+    assert (package.init.call_args.kwargs["project"], package.init.call_args.kwargs["experiment_name"]) == (
+        "lightrl",
+        "run",
+    )
     assert not package.init.call_args.kwargs.keys() & {"id", "resume"}
     assert package.init.call_args.kwargs["config"] == {"lr": 0.5, "judge.key": "***"}
     package.log.assert_called_once_with({"loss": 0.5}, step=2)

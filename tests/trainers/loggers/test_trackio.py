@@ -28,13 +28,14 @@ def test_a_run_is_written_without_a_network(
     logged_run: LoggedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows_of = writes_to(tmp_path, monkeypatch)
-    logger = TrackioLogger(logged_run)
-    for step in (0, 1):
-        logger.log(step, {"reward/mean": 0.25 * step})
-    logger.close()
+    for steps in ((0, 2), (3,)):  # the second continues the run
+        logger = TrackioLogger(logged_run)
+        for step in steps:
+            logger.log(step, {"reward/mean": 0.25 * step})
+        logger.close()
     rows = rows_of("lightrl", "run-0123abcd")
-    assert [row["reward/mean"] for row in rows] == [0.0, 0.25]
-    assert [row["step"] for row in rows] == [0, 1]
+    assert [row["reward/mean"] for row in rows] == [0.0, 0.5, 0.75]
+    assert [row["step"] for row in rows] == [0, 2, 3]
 
 
 def test_a_run_that_fails_has_its_last_steps(

@@ -1,9 +1,11 @@
 """The real wandb, offline."""
 
 import re
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -80,6 +82,20 @@ def test_a_run_that_fails_has_its_last_steps(logged_run: LoggedRun) -> None:
     written = b"".join(path.read_bytes() for path in logged_run.folder.rglob("*.wandb"))
     assert all(f"reward/of_{step}".encode() in written for step in range(3))
     logger.close()  # as after a signal
+
+
+def test_what_the_service_is_told(logged_run: LoggedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = Mock()
+    run = package.init.return_value
+    run.offline = False
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    logger = WandbLogger(replace(logged_run, step=2))
+    logger.log(3, {"loss": 0.5})
+    run.log.assert_called_once_with(
+        {"loss": 0.5, "step": 3}, step=None, commit=True
+    )  # it knows how many rows there are
+    logger.fail(ValueError("wrong"))
+    run.finish.assert_called_once_with(exit_code=1)
 
 
 def test_the_variables_of_wandb_count(logged_run: LoggedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
