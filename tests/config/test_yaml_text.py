@@ -15,6 +15,7 @@ WRONG_FILES: dict[str, tuple[str | bytes, str]] = {
     "100,000 nested lists": ("a: " + "[" * 100_000, "its brackets are nested too deeply."),
     "100,000 nested mappings": ("{a: " * 100_000, "its brackets are nested too deeply."),
     "5,000 digits": ("max_steps: " + "1" * 5000, "is not valid YAML: Exceeds the limit"),
+    "an escape beyond Unicode": ('model: "\\UFFFFFFFF"', "is not valid YAML: "),
     "a tab": ("\tlr: 1", "is not valid YAML: while scanning for the next token, found character"),
     "a mapping that holds itself": ("optim: &a {optim: *a, b: *a}", "is nested too deeply"),
     "a mapping that doubles forty times": (BOMB, "is nested too deeply"),
@@ -93,8 +94,8 @@ def test_a_number_is_decimal_and_a_date_is_a_text(tmp_path: Path) -> None:
     assert _yaml_flags(GRPOConfig, str(path)) == [
         "--output_dir=2026-99-99", "--seed=10", "--max_steps=0_8", "--stop=~", "null"
     ]  # fmt: skip
-    values = parse_yaml("[-007, +010, 0x10, 0b11, 1_000, 0, 2026-01-01]", "it")
-    assert values == [-7, 10, 16, 3, 1000, 0, "2026-01-01"]
+    values = parse_yaml("[-007, +010, 01_0, 0x10, 0b11, 1_000, 0, 2026-01-01]", "it")
+    assert values == [-7, 10, 10, 16, 3, 1000, 0, "2026-01-01"]
 
 
 def test_a_time_is_a_text_and_no_number_of_minutes(tmp_path: Path) -> None:
@@ -109,6 +110,17 @@ def test_a_name_may_replace_one_that_a_merge_brings_in() -> None:
     text = "a: &a {x: 1, y: 1}\nb: &b {<<: *a, y: 2}\nc: {<<: *b, y: 3}\nd: {<<: *b, x: 4}"
     found = parse_yaml(text, "it")
     assert (found["b"], found["c"], found["d"]) == ({"x": 1, "y": 2}, {"x": 1, "y": 3}, {"x": 4, "y": 2})
+    found = parse_yaml("a: &a {x: 1}\nb: [{c: &c {<<: *a, y: 2}}]\nd: {<<: *c, z: 3}", "it")  # c is read after d
+    assert found["d"] == {"x": 1, "y": 2, "z": 3}
+
+
+def test_values_as_written_are_texts_except_for_those_that_are_none() -> None:
+    found = parse_yaml("a: &a {x: No, y: 010}\nb: {<<: *a, y: 1.10, z: ~}", "it", as_written=True)
+    assert found["b"] == {"x": "No", "y": "1.10", "z": None}
+
+
+def test_a_number_and_a_text_are_two_names() -> None:
+    assert parse_yaml("{1: a, '1': b}", "it") == {1: "a", "1": "b"}
 
 
 def test_the_first_mapping_of_a_merged_list_wins() -> None:

@@ -5,7 +5,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -90,6 +90,8 @@ def test_what_the_service_is_told(logged_run: LoggedRun, monkeypatch: pytest.Mon
     run.offline = False
     monkeypatch.setitem(sys.modules, "wandb", package)
     logger = WandbLogger(replace(logged_run, step=2))
+    assert package.init.call_args.kwargs["resume"] == "allow"  # also a run whose first process made none
+    assert run.define_metric.call_args_list == [call("step"), call("*", step_metric="step")]
     logger.log(3, {"loss": 0.5})
     run.log.assert_called_once_with(
         {"loss": 0.5, "step": 3}, step=None, commit=True
