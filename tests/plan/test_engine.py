@@ -25,3 +25,10 @@ def test_native_and_vllm(small_config: Any) -> None:
     assert (vllm.weights + vllm.cache, vllm.work, vllm.asleep) == (5e5, 0, 0)
     assert vllm.cached_tokens == (5e5 - 4 * numel) / per_token
     assert vllm.sync == 16 * 64 * 32  # two float64 of each element of the largest weight
+    config.engine_mem_fraction = 0.01
+    assert engine_of(config, model, batches, ranks=1, memory=1e6).cache == 0  # the weights alone have more
+    sharded, replicated = (
+        engine_of(config, model, batches, ranks=ranks, memory=1e6).sync
+        for ranks, config.strategy, config.fsdp.replicate_size in ((2, "fsdp", 1), (4, "fsdp", 2))
+    )
+    assert sharded == replicated > vllm.sync  # a bucket and a rank's share of it, which is one half

@@ -50,6 +50,11 @@ def test_tensor_parallelism_leaves_more_ranks_to_share_what_is_outside_of_blocks
     assert found.weights == 4 * ((2 * 64 * 32 + 32) / 4 + 3 * (matrices / 4 + norms / 2)) + buffers
 
 
+def test_replicas_do_not_share_a_model(small_config: Any) -> None:
+    found, _ = kept(small_config, 4, strategy="fsdp", fsdp=FSDPConfig(replicate_size=2))
+    assert found == kept(small_config, 2, strategy="fsdp")[0]
+
+
 @pytest.mark.parametrize(
     ("stage", "master", "optimizer", "waiting"),
     [(0, 0, 8, 4), (1, 2, 4, 4), (2, 2, 4, 2), (3, 0, 4, 0)],

@@ -44,6 +44,10 @@ def test_chunks_that_take_turns_keep_more(small_config: Any) -> None:
     # 2 x 2 + 3 + 1 = 8 chunks of one layer, where 3 stages of 2 layers are 6.
     assert chunked.kept * chunked.waiting > plain.kept * plain.waiting
     assert chunked.waiting == 4
+    plain, chunked = (need(six, f"--megatron.pp_size 3 {more}", 1) for more in ("", "--megatron.vpp_size 2"))
+    # 2 + 3 + 1 = 6 chunks of one layer are 3 micro-batches with two layers each.
+    assert (plain.waiting, chunked.waiting) == (2, 3)
+    assert chunked.kept == pytest.approx(plain.kept, rel=1e-9)
 
 
 def test_what_splits_tokens_and_matrices_splits_what_is_kept(small_config: Any) -> None:

@@ -16,6 +16,7 @@ from tiny_engine_models import load_tiny_model, save_tiny_model
 from lightrl.config import GRPOConfig, LoraConfig
 from lightrl.engines.base import WeightSyncError
 from lightrl.engines.vllm import adapted
+from lightrl.engines.weights.adapters import Factors
 from lightrl.imports import is_installed
 from lightrl.models import lora
 from lightrl.plan.adapters import described_adapters
@@ -95,6 +96,21 @@ def test_the_canary_sees_adapters_that_are_scaled_twice(
     monkeypatch.setattr(adapted.AdaptedVLLMEngine, "_read_back", lambda self, arriving, given: None)
     with pytest.raises(WeightSyncError, match="a logprob of the engine differs"):
         strategy.update_engine_weights(model)
+
+
+def test_each_rank_holds_its_part_of_the_factors() -> None:
+    whole = Factors(torch.arange(12.0).reshape(4, 3), torch.arange(24.0).reshape(6, 4))
+    slot = Factors(torch.zeros(4, 3), torch.zeros(2, 4))  # three ranks: 2 of 6 outputs each
+    for rank in range(3):
+        down, up = adapted._cut_to(slot, whole, rank)
+        assert torch.equal(down, whole.down)
+        assert torch.equal(up, whole.up[2 * rank : 2 * rank + 2])
+    fully = Factors(torch.zeros(2, 3), torch.zeros(3, 4))  # two ranks, with fully_sharded_loras
+    down, up = adapted._cut_to(fully, whole, 1)
+    assert torch.equal(down, whole.down[2:])
+    assert torch.equal(up, whole.up[3:])
+    whole_layer = Factors(torch.zeros(4, 3), torch.zeros(6, 4))  # of a layer that is not split
+    assert all(map(torch.equal, adapted._cut_to(whole_layer, whole, 1), whole))
 
 
 @pytest.mark.slow
