@@ -49,10 +49,10 @@ def why_no_output(path: str | Path) -> str:
 
 def _why_absent(path: Path, error: OSError) -> str:
     """Returns what is in the way of a path that stat() refused; empty if it is only missing."""
-    for part in reversed((path, *path.parents)):
+    for part in (path, *path.parents):  # at most one is in the way
         where = "it is" if part == path else f"{part} is"
         if os.path.islink(part) and not os.path.exists(part):
             return f"{where} a broken symbolic link to {os.readlink(part)}"
-        if part != path and os.path.exists(part) and not os.path.isdir(part):
+        if os.path.exists(part) and not os.path.isdir(part):
             return f"it is below the file {part}"
     return "" if isinstance(error, FileNotFoundError) else str(error.strerror)

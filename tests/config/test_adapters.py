@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.config import DPOConfig, GRPOConfig, LoraConfig
+from lightrl.config import DPOConfig, GRPOConfig, LoraConfig, NativeEngineConfig
 from lightrl.config.adapters import other_adapters, sends_adapters
 
 
@@ -35,6 +35,7 @@ def test_a_trainer_without_an_engine_sends_nothing() -> None:
     ("options", "message"),
     [
         ({"exact": True}, "--exact True"),
+        ({"native": NativeEngineConfig(lookup=1)}, "--native.lookup "),
         ({"top_p": 0.9}, r"--top_p 0.9: .* Leave one of them out\.$"),
         ({"top_k": 5}, "--top_k 5: "),
         ({"engine": "my_package:MyEngine"}, "--engine my_package:MyEngine: .* out, or use --engine native or vllm"),
@@ -65,6 +66,7 @@ def test_other_adapters_are_named_by_the_user() -> None:
         (("opponent",), r"'opponent': it must be NAME=FOLDER"),
         (("opponent=",), "it must be NAME=FOLDER"),
         (("1st=a",), "it must be NAME=FOLDER"),
+        (("my judge=a",), "it must be NAME=FOLDER"),
         (("policy=a",), "'policy' is the adapter that is trained"),
         (("base=a",), "'base' the model without one"),
         (("a=b", "a=c"), "a is given twice"),

@@ -58,3 +58,10 @@ def test_rights_count(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert why_unreadable(folder / "file") == "it may not be read (Permission denied)"
     assert why_unwritable(folder / "a" / "b") == f"{folder} takes no files (Permission denied)"
     assert why_no_output(folder / "file") == "it may not be replaced (Permission denied)"
+    asked: dict[str, int] = {}
+    monkeypatch.setattr(os, "access", lambda path, mode: asked.update({str(path): mode}) or True)
+    why_unreadable(folder / "file")
+    why_unreadable(folder / "inner", is_folder=True)
+    why_unwritable(folder / "a" / "b")
+    names = {"file": os.R_OK, "inner": os.R_OK | os.X_OK, "": os.W_OK | os.X_OK}
+    assert asked == {str(folder / name): mode for name, mode in names.items()}
