@@ -34,7 +34,7 @@ def setup_function(function):
     seen.append(function.__name__)
 
 @pytest.mark.parametrize("x, y", [(1, 2), pytest.param(3, 4)])
-@pytest.mark.parametrize("z", [5, 6])
+@pytest.mark.parametrize(["z"], [(5,), (6,)])
 def test_cases(x, y, z=0, w=7):
     seen.append((x, y, z, w))
 
@@ -92,6 +92,13 @@ def test_a_test_gets_its_values(
     assert scope["seen"] == seen
 
 
+def test_a_module_may_be_set_up_as_unittest_does() -> None:
+    scope: dict[str, Any] = {}
+    exec("seen = []\ndef setUpModule(): seen.append('module')\ndef test_it(): seen.append('it')", scope)
+    call(scope, "test_it")
+    assert scope["seen"] == ["module", "it"]
+
+
 def test_without_a_number_all_cases_are_called(scope: dict[str, Any]) -> None:
     call(scope, "test_cases")
     assert [item for item in scope["seen"] if isinstance(item, tuple)] == [
@@ -100,7 +107,7 @@ def test_without_a_number_all_cases_are_called(scope: dict[str, Any]) -> None:
 
 
 def test_the_names_of_pytest_are_its_own_only_where_the_sandbox_lacks_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = ast.parse("import pytest as p\nfrom pytest import raises\np.approx(1)")
+    few = ast.parse("import math, pytest as p\nmath.floor(1)\nfrom pytest import raises\np.approx(1)")
     more = ast.parse("import pytest\npytest.warns(UserWarning)")
     assert names_of_pytest(few) == {"approx", "raises"}
     monkeypatch.setattr(pytest, "fixture", pytest.fixture)

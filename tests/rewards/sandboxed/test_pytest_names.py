@@ -14,10 +14,11 @@ from lightrl.rewards.sandboxed import pytest_names
 VALUES = [
     0.3, 0.1 + 0.2, 0.3 * (1 + 9e-7), 0.3 * (1 + 2e-6), 0, 1e-13, 1e-11, 1, 1 + 1e-7, "a", None, math.inf, -math.inf,
     math.nan, [0.3, 1], (0.1 + 0.2, 1), [0.3], {"a": 0.3}, {"a": 0.1 + 0.2}, {"b": 0.3}, 1j, 1j + 1e-9, [], 100, 100.5,
+    {"a": 0.3, "b": 0.3}, 1e9, 1e9 + 100, 100.3,
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("tolerances", [{}, {"abs": 0.5}, {"rel": 0.01}, {"rel": 1e-9, "abs": 1e-3}, {"nan_ok": True}])
+@pytest.mark.parametrize("tolerances", [{}, {"abs": 0.5}, {"rel": 0.01}, {"rel": 0.001, "abs": 0.25}, {"nan_ok": True}])
 def test_approx_is_that_of_pytest(tolerances: dict[str, Any]) -> None:
     takes_all = "rel" not in tolerances  # pytest refuses texts otherwise
     for wanted in VALUES if takes_all else [value for value in VALUES if value not in ("a", None)]:
@@ -25,6 +26,11 @@ def test_approx_is_that_of_pytest(tolerances: dict[str, Any]) -> None:
             theirs = actual == pytest.approx(wanted, **tolerances)
             assert (actual == pytest_names.approx(wanted, **tolerances)) == theirs, (actual, wanted)
             assert (actual != pytest_names.approx(wanted, **tolerances)) != theirs, (actual, wanted)
+
+
+def test_a_function_with_named_arguments_is_one_of_a_mark() -> None:
+    marked = pytest_names.mark.skipif(len, reason="no function to mark")(lambda: None)
+    assert marked.pytestmark[0].args == (len,)
 
 
 def test_approx_takes_arrays_and_decimals() -> None:
@@ -40,6 +46,7 @@ def test_approx_takes_arrays_and_decimals() -> None:
     [
         (ValueError("bad 1"), ValueError, None, True),
         (ValueError("bad 1"), (KeyError, Exception), r"bad \d", True),
+        (ValueError("bad 1"), ValueError, "1", True),
         (ValueError("bad 1"), ValueError, "good", False),
         (ValueError("bad 1"), KeyError, None, False),
         (None, ValueError, None, False),
@@ -63,6 +70,7 @@ def test_raises_requires_an_error(error: Any, expected: Any, match: str | None, 
 
 def test_raises_takes_a_call() -> None:
     assert isinstance(pytest_names.raises(ValueError, int, "x").value, ValueError)
+    assert isinstance(pytest_names.raises(ValueError, int, "2", base=2).value, ValueError)
     with pytest.raises(AssertionError, match="nothing raised"):
         pytest_names.raises(ValueError, int, "1")
     with pytest.raises(AssertionError, match="no good"):
