@@ -17,7 +17,7 @@ def owner_of(model: nn.Module, entries: Sequence[TrainedModel], *, must_train: b
     caller wants only the weights, and this returns None instead.
     """
     own = _trainable(model)
-    sharing = [entry for entry in entries if _trainable(entry.model) & own or entry.model is model]
+    sharing = [entry for entry in entries if _trainable(entry.model) & own]
     if len(sharing) == 1 and _trainable(sharing[0].model) == own:
         return sharing[0]
     if must_train and own:

@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam, Optimizer, lr_scheduler
 from torch.optim.swa_utils import SWALR
 from torch.serialization import get_safe_globals, safe_globals
 
-from lightrl.strategy.saving.state_reader import load_object
+from lightrl.strategy.saving.state_reader import _is_of_torch, load_object
 from lightrl.strategy.torch_native import SingleStrategy
 
 NUM_BEFORE, NUM_AFTER = 4, 5
@@ -171,3 +171,4 @@ def test_what_another_package_declared_safe_is_refused_too(tmp_path: Path) -> No
         with pytest.raises(ValueError, match=r"object.pt is damaged"):
             load_object(tmp_path / "object.pt")
         assert PosixPath in get_safe_globals()  # it stays declared for whoever did so
+    assert not _is_of_torch(type("Named", (), {"__module__": "torchpackage.of_others"}))
