@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,7 +56,11 @@ class TestKind:
     def three(self):
         return self.y + 1
 
-    @pytest.mark.usefixtures("one")
+    @pytest.fixture
+    def noted(self):
+        seen.append("noted")
+
+    @pytest.mark.usefixtures("noted")
     @pytest.mark.parametrize("v", [8, 9])
     def test_method(self, three, v):
         seen.append((self.x, self.y, three, v))
@@ -73,6 +78,7 @@ def scope(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> di
     monkeypatch.setattr("builtins.input", input)
     names: dict[str, Any] = {"__name__": "tests"}
     exec(TEXT, names)
+    names["claims"] = SimpleNamespace(fixture_options={"name": "one"})  # an object of a program is no fixture
     return names
 
 
@@ -81,7 +87,7 @@ def scope(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> di
     [
         ("test_cases", "", 1, ["module", "test_cases", "always", (3, 4, 5, 7)]),
         ("test_fixtures", "", None, ["module", "test_fixtures", "always", ([1, 1], 1, "typed\n", "")]),
-        ("TestKind", "test_method", 1, ["module", "always", (1, 2, 3, 9)]),
+        ("TestKind", "test_method", 1, ["module", "always", "noted", (1, 2, 3, 9)]),
         ("test_async", "", None, ["module", "test_async", "always", "async"]),
     ],
 )
@@ -137,7 +143,8 @@ module.Child = Child
 
 def change(patch):
     patch.setattr(thing, "a", value=2)
-    patch.setattr(thing, "b", 3, raising=False)
+    patch.setattr(thing, "b", 2, raising=False)
+    patch.setattr(thing, "b", 3)
     patch.setattr("of_tests.Child.own", 4)
     patch.setattr(Child, "inherited", 5)
     patch.delattr("of_tests.Kind", raising=False)
@@ -145,7 +152,7 @@ def change(patch):
     patch.setitem(items, "b", 3)
     patch.delitem(items, "c", raising=False)
     patch.setenv("LIGHTRL_A", 0, prepend=":")
-    patch.setenv("LIGHTRL_B", 2)
+    patch.setenv("LIGHTRL_B", 2, prepend=":")
     patch.delenv("LIGHTRL_C", raising=False)
     patch.chdir("/")
     patch.syspath_prepend("/")
@@ -154,13 +161,15 @@ def state():
     return (
         dict(vars(thing)), Child.own, Child.inherited, dict(items), os.environ["LIGHTRL_A"],
         os.environ.get("LIGHTRL_B"), (os.getcwd(), list(sys.path)) == before,
+        "inherited" in vars(Child),
     )
 
 def test_undo(monkeypatch, capsys):
     change(monkeypatch)
-    assert state() == ({"a": 2, "b": 3}, 4, 5, {"a": 2, "b": 3}, "0:1", "2", False)
+    assert state() == ({"a": 2, "b": 3}, 4, 5, {"a": 2, "b": 3}, "0:1", "2", False, True)
     with monkeypatch.context() as inner:
-        inner.delattr(thing, "a")
+        inner.delattr(thing, "a", raising=False)
+        assert not hasattr(thing, "a")
         inner.delitem(items, "a")
         inner.delenv("LIGHTRL_A")
     assert state()[0] == state()[3] == {"a": 2, "b": 3}
@@ -182,7 +191,7 @@ def test_cases(monkeypatch, n):
     assert state() == unchanged
     change(monkeypatch)
 
-unchanged = ({"a": 1}, 2, 1, {"a": 1}, "1", None, True)
+unchanged = ({"a": 1}, 2, 1, {"a": 1}, "1", None, True, False)
 """
 
 
