@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -51,3 +52,22 @@ def test_a_step_does_not_depend_on_the_size_of_a_shard() -> None:
     assert all(torch.equal(stepped(exact, cut), whole) for cut in (7, 33, 100))
     plain = create_strategy(GRPOConfig(strategy="single"))  # its fused optimizer rounds the last elements otherwise
     assert not torch.equal(stepped(plain, 7), stepped(plain, 40_012))
+
+
+def weights_after(*shares: float) -> Tensor:
+    """Returns a model's weights after an update for each of the shares, which are added to the loss."""
+    strategy = exact_strategy(GRPOConfig(exact=True, strategy="single"))
+    strategy.setup_distributed()
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    strategy.register(model, strategy.create_optimizer(model, lr=0.1))
+    for share in shares:
+        factor = 1.0 if share == 0 else -5.0
+        strategy.train_batch(
+            [torch.ones(1, 3)], lambda out, mb, share=share, factor=factor: factor * out.sum() + share, len, model=model
+        )
+    return model.weight.detach()
+
+
+def test_an_update_that_is_dropped_leaves_no_gradient_to_the_next() -> None:
+    assert torch.equal(weights_after(math.nan, 0.0), weights_after(0.0))
