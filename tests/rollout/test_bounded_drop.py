@@ -3,7 +3,7 @@
 from store_link import PROMPT, StoreLink
 
 from lightrl.comm import Comm
-from lightrl.config import GRPOConfig
+from lightrl.config import DataConfig, GRPOConfig
 from lightrl.data.sampler import PromptSampler
 from lightrl.metrics import Statistics
 from lightrl.rollout.bounded_collector import Tickets
@@ -11,8 +11,8 @@ from lightrl.rollout.bounded_drop import DroppingCollector
 from lightrl.rollout.recorded_schedule import ScheduleLog
 
 
-def collector(link, folder):
-    config = GRPOConfig(num_prompts=1)
+def collector(link, folder, curriculum=""):
+    config = GRPOConfig(num_prompts=1, data=DataConfig(curriculum=curriculum))
     config.rollout.max_staleness = 1
     used = Tickets(Comm())
     parts = {"config": config, "tickets": used, "log": ScheduleLog(folder)}
@@ -46,6 +46,20 @@ def test_a_step_waits_for_no_slow_group_and_drops_it_once_it_is_too_old(tmp_path
     link.finish(4, 3)
     assert tickets(made, 3) == ([4], 0)
     assert link.values == {}
+
+
+def test_a_dropped_group_has_another_prompt_chosen_instead(tmp_path):
+    link = StoreLink()
+    made, _ = collector(link, tmp_path, "half_solved")
+    named = []
+    for step in range(4):
+        for version in [0, 0] if step == 0 else [step]:
+            link.start(version)
+        link.finish(step + 1, step)
+        tickets(made, step)
+        named.append(sum(len(command["prompts"]) for command in link.posted if command["do"] == "name"))
+    # The prompts of the steps up to the next, which may start early; step 2 dropped ticket 0.
+    assert named == [2, 3, 4 + 1, 5 + 1]
 
 
 def test_a_finished_group_is_dropped_too_and_the_oldest_come_first(tmp_path):
