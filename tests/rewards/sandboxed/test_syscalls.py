@@ -61,6 +61,24 @@ def test_what_is_allowed_and_what_not(
         assert verdict(machine, openat, 0, 0, flags, files=False) == without
 
 
+@pytest.mark.parametrize(("machine", "column"), [("x86_64", 0), ("aarch64", 1)])
+@pytest.mark.parametrize(
+    ("name", "args", "allowed", "denied"),
+    [
+        ("ioctl", (0,), 0x5413, 0x5412),  # the size of a terminal; typing into it
+        ("fcntl", (0,), 1, 8),  # a close-on-exec flag; whom signals go to
+        ("fcntl", (0,), 7, 10),  # a lock; which signal
+        ("prctl", (), 15, 4),  # a name; whether its memory is open to others
+        ("socketpair", (), 1, 2),  # of this machine; of the internet
+    ],
+)
+def test_some_calls_are_allowed_for_harmless_uses(
+    machine: str, column: int, name: str, args: tuple[int, ...], allowed: int, denied: int
+) -> None:
+    number: int = syscalls._CHECKED[name][column]  # type: ignore[assignment]
+    assert (verdict(machine, number, *args, allowed), verdict(machine, number, *args, denied)) == (ALLOWED, DENIED)
+
+
 def test_another_architecture_has_no_filter() -> None:
     with pytest.raises(OSError, match="no seccomp filter for s390x"):
         filter_code("s390x", may_change_files=True)
