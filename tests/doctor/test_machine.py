@@ -33,6 +33,8 @@ def test_more_threads_than_cores_are_warned_of(monkeypatch: pytest.MonkeyPatch) 
     found = by_check(check_devices())["threads"]
     assert (found.verdict, found.found) == ("warning", "8 threads of 2 rank(s) on 4 cores")
     assert "OMP_NUM_THREADS=2" in found.remedy
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert "OMP_NUM_THREADS=1:" in by_check(check_devices())["threads"].remedy
 
 
 def test_gpus_by_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +43,7 @@ def test_gpus_by_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         "is_available": lambda: True,
         "device_count": lambda: 2,
         "get_device_name": lambda index: "H100",
-        "mem_get_info": lambda index: ((80 - 60 * index) << 30, 80 << 30),
+        "mem_get_info": lambda index: ((80 - 20 * index) << 30, 80 << 30),
         "can_device_access_peer": lambda one, two: False,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
@@ -52,6 +54,11 @@ def test_gpus_by_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["devices"].remedy.startswith("Start at most 2 ranks here")
     assert [found[f"memory of GPU {index}"].verdict for index in (0, 1)] == ["ok", "warning"]
     assert found["peer access"].found == "0 of 1 pairs of GPUs reach each other directly"
+    assert found["peer access"].verdict == "warning"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, two: True)
+    found = by_check(check_devices())
+    assert (found["devices"].verdict, found["peer access"].verdict) == ("ok", "ok")
 
 
 def test_limits_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,6 +68,10 @@ def test_limits_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found["open files"].verdict, found["open files"].found) == ("warning", "1024")
     assert found["shared memory"].verdict == "fail"
     assert "--shm-size" in found["shared memory"].remedy
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (4096, 4096))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(64 << 30, 64 << 30, 512 << 20))  # nearly full
+    found = by_check(check_limits())
+    assert (found["open files"].verdict, found["shared memory"].verdict) == ("ok", "warning")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     assert by_check(check_limits())["open files"] == Finding("open files", "ok", "unlimited")
 
@@ -112,6 +123,21 @@ def test_folders_that_a_run_writes_to(tmp_path: Path, monkeypatch: pytest.Monkey
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]  # nothing is left, and no folder was made
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1 << 40, 1 << 40, 1 << 30))
     assert by_check(check_folders(str(tmp_path)))["output folder"].verdict == "warning"
+
+
+def test_caches_are_where_their_variables_say_or_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HOME", "")
+    monkeypatch.setenv("LIGHTRL_CACHE", "~/own")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1 << 40, 1 << 40, 1 << 30))
+    found = by_check(check_folders(str(tmp_path)))
+    for name, folder, setting in (
+        ("cache of Hugging Face", tmp_path / ".cache/huggingface", "HF_HOME"),
+        ("cache of built-in models", tmp_path / "own", "LIGHTRL_CACHE"),
+    ):
+        assert found[name].found.startswith(f"{folder}, ")
+        assert found[name].remedy.endswith(f"by {setting}.")
+    assert machine.nearest_folder(tmp_path) == machine.nearest_folder(tmp_path / "a" / "b") == tmp_path
 
 
 def refuse() -> str:
