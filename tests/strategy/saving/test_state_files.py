@@ -76,6 +76,17 @@ def test_files_are_cut_at_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [float(reader[name]) for name, _ in named] == [0, 1, 2, 3, 4]
 
 
+def test_the_first_error_ends_the_writing_and_is_kept(tmp_path: Path) -> None:
+    writer = StateWriter(tmp_path / "absent", comm_of(0, 1))
+    writer.add_object("state.pt", {"step": 1})
+    first = writer.error
+    assert isinstance(first, FileNotFoundError)
+    (tmp_path / "absent").mkdir()
+    writer.add_tensors("model", [Piece("weight", torch.ones(2))])
+    assert writer.error is first
+    assert list((tmp_path / "absent").iterdir()) == []
+
+
 def test_a_deferred_writer_keeps_copies(tmp_path: Path) -> None:
     writer = DeferredWriter(tmp_path, comm_of(0, 1))
     weight, values = torch.ones(2), {"step": 1}
@@ -118,7 +129,7 @@ def test_changed_values_of_the_same_size_are_noticed(tmp_path: Path) -> None:
     assert TensorReader(tmp_path, "model")[changed[0]] is not None
 
 
-@pytest.mark.parametrize("bytes_per_block", [8, 16, 1000])  # rows have 8 bytes: blocks of 1, 2, and all 6 rows
+@pytest.mark.parametrize("bytes_per_block", [4, 8, 16, 1000])  # rows have 8 bytes: blocks of 1, 1, 2, and all 6
 def test_changed_values_are_noticed_by_whoever_reads_rows_of_their_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bytes_per_block: int
 ) -> None:
@@ -133,7 +144,7 @@ def test_changed_values_are_noticed_by_whoever_reads_rows_of_their_block(
     content = bytearray(path.read_bytes())
     content[-3] ^= 1  # in the last row
     path.write_bytes(content)
-    rows = min(6, bytes_per_block // 8)
+    rows = max(1, min(6, bytes_per_block // 8))
     for start, stop in cuts:
         touches = stop > (5 // rows) * rows
         if touches:
