@@ -31,7 +31,7 @@
   const keyOf = { length: (s) => (s.tokens ? s.tokens.text.length : s.response.length), run: (s) => runs[s.run] };
   const valueOf = (sample, column) => (keyOf[column] ? keyOf[column](sample) : sample[column]);
   for (const sample of data.samples) {
-    sample.searched = [sample.prompt, sample.response, shown(sample.answer), sample.status, ...sample.reasons].join("\n").toLowerCase();
+    sample.searched = [sample.prompt, sample.response, shown(sample.answer), sample.status, ...sample.reasons, ...(sample.turns || []).map((turn) => turn.text)].join("\n").toLowerCase();
   }
   const view = { column: "suspicion", falls: true, page: 0, found: [], chosen: null };
 
@@ -111,6 +111,33 @@
     }));
     byId("scale").textContent = !numbers.length ? `no ${by} logged` : by === "mask" ? "grey: not trained" : `${by} from ${shown(low)} to ${shown(high)}; blue is high, red is low`;
   };
+
+  // A text that the policy only read has the marks of its chat template, which name the roles of its messages.
+  const ROLE = /<\|im_start\|>(\w+)|<\|start_header_id\|>(\w+)|<start_of_turn>(\w+)|<\|(user|assistant|system|tool|observation)\|>/g;
+  const CALL = /(<\|?tool_call(?:_begin\||_start\||)?>[^]*?(?:<\/tool_call>|<\|tool_call_end\|>|<tool_call\|>|$))/;
+  const isOwn = (turn) => turn.is_own ?? turn.is_trained; // runs of earlier versions have no is_own
+  const writer = (turn) => {
+    if (isOwn(turn)) return "policy";
+    const roles = [...turn.text.matchAll(ROLE)].map((found) => found.slice(1).find(Boolean));
+    return [...new Set(roles)].filter((role) => role !== "assistant" && role !== "model").join(", ") || "read";
+  };
+  const converse = (sample) => {
+    const place = byId("turns"), turns = sample.turns || [];
+    place.hidden = !turns.length;
+    place.replaceChildren(element("h4", "Turns"), ...turns.map((turn) => {
+      const block = element("div"), text = element("pre");
+      const reward = turn.reward === undefined ? "" : `, reward ${shown(turn.reward)}`;
+      const head = turn.is_trained === undefined ? "" : `${writer(turn)}, ${turn.is_trained ? "trained" : "not trained"}${reward}`;
+      block.className = turn.is_trained ? "turn trained" : "turn";
+      text.append(...turn.text.split(isOwn(turn) ? CALL : /(?!)/).map((part, index) => {
+        const span = element("span", part);
+        span.className = index % 2 ? "call" : "";
+        return span;
+      }));
+      block.append(element("b", head), text);
+      return block;
+    }));
+  };
   const open = (sample) => {
     view.chosen = sample;
     byId("detail").hidden = false;
@@ -121,7 +148,8 @@
     if (kinds.includes(before)) byId("color").value = before;
     byId("prompt").textContent = sample.prompt;
     paint();
-    const skipped = new Set(["prompt", "response", "tokens", "searched", "run", "reasons"]);
+    converse(sample);
+    const skipped = new Set(["prompt", "response", "tokens", "searched", "run", "reasons", "turns"]);
     const rows = Object.entries(sample).filter(([name]) => !skipped.has(name)).map(([name, value]) => [name, shown(value)]);
     rows.push(...sample.reasons.map((reason) => ["suspicious", reason]));
     byId("fields").tBodies[0].replaceChildren(...rows.map(([name, value]) => {

@@ -29,7 +29,7 @@ _MOST_RAW = 20_000_000  # characters of samples that are worth compressing
 _TEXTS = 100_000  # bytes of the page besides library, drawings and samples
 _ALWAYS = 50  # largest number of samples of a run that are chosen for their suspicion
 _IDENTITY = ("step", "position", "sample", "status", "finish_reason", "version", "oldest_version")
-_SHOWN = (*_IDENTITY, "prompt", "response", "answer", "reward", "shaping", "advantage", "rewards", "tokens")
+_SHOWN = (*_IDENTITY, "prompt", "response", "answer", "reward", "shaping", "advantage", "rewards", "tokens", "turns")
 
 
 class _Sizes(NamedTuple):
@@ -80,7 +80,7 @@ def _charts(runs: Sequence[RunFiles], room: int) -> tuple[int, list[Section], st
 def _samples(rated: Sequence[Sequence[Row]], room: int) -> tuple[int, str]:
     """Returns the number of samples to show per run, and the samples."""
     count = max(map(len, rated), default=0)
-    raw = sum(len(str(item["prompt"])) + len(str(item["response"])) for items in rated for item in items)
+    raw = sum(sum(map(len, _texts(item))) for items in rated for item in items)
     count = min(count, max(1, int(count * _MOST_RAW / max(raw, 1))))
     while True:
         packed = _packed(json.dumps([item for items in rated for item in _chosen(items, count)]))
@@ -123,6 +123,8 @@ def _rated(run: RunFiles, index: int) -> list[dict[str, Any]]:
     for item, suspicion in zip(run.samples, suspicions(run.samples), strict=True):
         row = {name: item[name] for name in _SHOWN if item.get(name) is not None}
         row |= {name: shortened(item.get(name)) for name in ("prompt", "response")}
+        if row.get("turns"):
+            row["turns"] = _shortened_turns(row["turns"])
         found.append(row | {"run": index, "suspicion": suspicion.score, "reasons": list(suspicion.reasons)})
     return found
 
@@ -132,6 +134,24 @@ def shortened(text: object) -> str:
     whole = str(text or "")
     left = len(whole) - _LONGEST_TEXT
     return f"{whole[:_LONGEST_TEXT]} [... {left} more characters]" if left > 0 else whole
+
+
+def _shortened_turns(turns: Sequence[Row]) -> list[Row]:
+    """Returns the first turns, as long as a text may be, and a last one that states how much was left out."""
+    kept: list[Row] = []
+    room = _LONGEST_TEXT
+    for turn in turns:
+        text = str(turn["text"])
+        if room > 0:
+            kept.append({**turn, "text": text[:room]})
+        room -= len(text)
+    return kept if room >= 0 else [*kept, {"text": f"[... {-room} more characters]"}]
+
+
+def _texts(item: Row) -> list[str]:
+    """Returns the texts of a sample: its prompt, its response, and its turns as one text."""
+    turns = "".join(str(turn["text"]) for turn in item.get("turns") or ())
+    return [str(item.get("prompt") or ""), str(item.get("response") or ""), turns]
 
 
 def _chosen(items: Sequence[Row], count: int) -> list[Row]:
@@ -161,8 +181,6 @@ def _left_out(runs: Sequence[RunFiles], rated: Sequence[Sequence[Row]], sizes: _
                 f"{run.name}: a curve of {longest} steps is drawn with about {sizes.points} points, the lowest and the "
                 "highest of each stretch. metrics.jsonl has all."
             )
-        if any(
-            len(str(item.get(name) or "")) > _LONGEST_TEXT for item in run.samples for name in ("prompt", "response")
-        ):
+        if any(len(text) > _LONGEST_TEXT for item in run.samples for text in _texts(item)):
             notes.append(f"{run.name}: texts are cut off after {_LONGEST_TEXT} characters.")
     return notes

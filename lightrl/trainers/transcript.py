@@ -19,7 +19,7 @@ class Transcript(Observer):
         self._decode = trainer.run.tokenizer.decode
 
     def sample_columns(self, item: Experience) -> dict[str, Any]:
-        """Returns `turns`: texts with their special tokens, each trained or only read, and the reward of a turn.
+        """Returns `turns`: texts with their special tokens, who wrote each, whether it is trained, and a turn's reward.
 
         A part begins where a turn of the policy begins, and where trained tokens or those of others end.
         """
@@ -31,7 +31,7 @@ class Transcript(Observer):
         turns: list[dict[str, Any]] = []
         for begin, end in pairwise(bounds):
             text = _REPEATED_PAD.sub(r"\1", self._decode(ids[begin:end]))
-            turns.append({"text": text, "is_trained": kinds[begin][1]})
+            turns.append({"text": text, "is_own": kinds[begin][0], "is_trained": kinds[begin][1]})
             if begin in rewards:
                 turns[-1]["reward"] = rewards[begin]
         return {"turns": turns}

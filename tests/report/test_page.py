@@ -1,5 +1,8 @@
 """The report in a real browser, from disk and without a network."""
 
+import base64
+import gzip
+import json
 import random
 import shutil
 from collections.abc import Iterator
@@ -115,6 +118,51 @@ def test_runs_are_compared(browser: Any, run_folder: Path, tmp_path: Path) -> No
     opened.page.select_option("#of-run", "1")
     assert opened.rows("run") == ["other"]
     assert opened.errors == []
+
+
+CALL = '<tool_call>{"name": "add"}</tool_call>'
+HEARD = "\n<|im_start|>tool\n5<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.slow
+def test_an_episode_is_shown_turn_by_turn(browser: Any, tmp_path: Path) -> None:
+    turns = [
+        {"text": f"I add.{CALL}<|im_end|>", "is_own": True, "is_trained": True, "reward": 0.25},
+        {"text": HEARD, "is_own": False, "is_trained": False},
+        {"text": f"{EVIL} {CALL}", "is_own": False, "is_trained": False},
+        {"text": "5", "is_own": True, "is_trained": False},
+    ]
+    run = write_run(tmp_path / "run", rewards=[0.1], samples=[a_sample(1, 0, 0, turns=turns), a_sample(1, 1, 0)])
+    (tmp_path / "page.html").write_text(build_page(read_runs([run])))
+    opened = Opened(browser, tmp_path / "page.html")
+    page = opened.page
+    page.fill("#search", "add")
+    assert opened.rows("position") == ["0"]
+    page.locator("#list tbody tr").first.click()
+    heads = ["policy, trained, reward 0.25", "tool, not trained", "read, not trained", "policy, not trained"]
+    assert page.locator(".turn b").all_text_contents() == heads
+    assert page.locator(".turn pre").all_text_contents() == [turn["text"] for turn in turns]
+    assert page.locator(".turn .call").all_text_contents() == [CALL]  # of the policy's own text
+    assert page.locator(".turn.trained").count() == 1
+    assert "is_trained" not in page.locator("#fields").text_content()
+    page.fill("#search", "")
+    page.locator("#list tbody tr").last.click()
+    assert page.locator("#detail-title").text_content() == "step 1, prompt 1, sample 0"
+    assert not page.locator("#turns").is_visible()
+    assert page.locator("img").count() == 0
+    assert opened.errors == []
+
+
+def test_the_turns_of_an_episode_are_no_longer_than_a_text(tmp_path: Path) -> None:
+    turns = [{"text": "x" * 15_000, "is_trained": True}, {"text": "y" * 7_000, "is_trained": False}, {"text": "zz"}]
+    run = write_run(tmp_path / "run", rewards=[0.1], samples=[a_sample(1, 0, 0, turns=turns)])
+    (shown,) = json.loads(gzip.decompress(base64.b64decode(logged(build_page(read_runs([run]))))))
+    assert [len(turn["text"]) for turn in shown["turns"][:-1]] == [15_000, 5_000]
+    assert shown["turns"][-1] == {"text": "[... 2002 more characters]"}
+
+
+def logged(page: str) -> str:
+    return page.partition('id="logged">')[2].partition("</script>")[0]
 
 
 def test_a_long_run_stays_below_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,9 +33,9 @@ def episode(ids: tuple[int, ...], own: tuple[bool, ...], **fields: Any) -> Sampl
 def test_a_part_is_trained_or_read_and_has_the_reward_of_its_turn() -> None:
     sample = episode((1, 2, 3, 4, 4, 5), (True, True, False, False, False, True), turns=(0, 5), turn_rewards=(0.5, 1.0))
     assert turns_of(sample) == [
-        {"text": "6<end>", "is_trained": True, "reward": 0.5},
-        {"text": "no<|image_pad|>", "is_trained": False},
-        {"text": "7", "is_trained": True, "reward": 1.0},
+        {"text": "6<end>", "is_own": True, "is_trained": True, "reward": 0.5},
+        {"text": "no<|image_pad|>", "is_own": False, "is_trained": False},
+        {"text": "7", "is_own": True, "is_trained": True, "reward": 1.0},
     ]
 
 
@@ -54,8 +54,8 @@ def test_what_an_episode_has_is_not_trained_if_it_is_left_out_of_the_loss_or_too
 def test_turns_that_follow_each_other_are_parts_and_a_missing_reward_is_left_out() -> None:
     sample = episode((1, 5), (), turns=(0, 1, 2), turn_rewards=(0.25,))  # the last turn said nothing
     assert turns_of(sample) == [
-        {"text": "6", "is_trained": True, "reward": 0.25},
-        {"text": "7", "is_trained": True},
+        {"text": "6", "is_own": True, "is_trained": True, "reward": 0.25},
+        {"text": "7", "is_own": True, "is_trained": True},
     ]
     assert turns_of(episode((), (), turns=(0,))) == []
 
@@ -89,4 +89,4 @@ def test_a_run_with_a_workflow_logs_its_turns(tmp_path: Path) -> None:
     said = [part for part in row["turns"] if part["is_trained"]]
     assert [part["reward"] for part in said] == [0.5, 0.5]
     assert len(row["turns"]) == 3
-    assert row["turns"][1] == {"text": "+", "is_trained": False}
+    assert row["turns"][1] == {"text": "+", "is_own": False, "is_trained": False}
