@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightrl.engines.base import NamedTensors
-from lightrl.engines.weights.account import WeightAccount
+from lightrl.engines.weights.account import Shape, WeightAccount
 from lightrl.engines.weights.names import checkpoint_pairs
 from lightrl.engines.weights.placement import Placement
+
+_STACKED = re.compile(r"\.experts\.\w+_proj$")  # all experts of a layer as one tensor, as in transformers' memory
 
 
 class Delivery:
@@ -98,6 +102,22 @@ class Delivery:
         if loaded is not None and not set(loaded):
             self._account.add_problem(f"{name} was ignored by the engine's loader")
         self.loaded.update(loaded or ())
+
+
+def knows_stacked_experts(load: Callable[[NamedTensors], object], shapes: Mapping[str, Shape], like: Tensor) -> bool:
+    """Returns whether a loader has a parameter for all experts of a layer, where the trainer sends such a tensor.
+
+    The loader gets zeros, so a sync must follow. Loaders of DeepSeek's family know only the experts of a checkpoint.
+    """
+    for name in filter(_STACKED.search, shapes):
+        try:
+            load([(name, torch.zeros((), dtype=like.dtype, device=like.device).expand(shapes[name]))])
+        except KeyError:  # of its parameters by name; other errors are those of a load, which has its own report
+            return False
+        except Exception:
+            return True
+        return True
+    return True
 
 
 def _first_line(error: Exception) -> str:

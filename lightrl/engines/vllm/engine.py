@@ -31,7 +31,7 @@ from lightrl.engines.base import (
 )
 from lightrl.engines.colocated import clear_caches
 from lightrl.engines.vllm import host
-from lightrl.engines.vllm.delivery import Delivery
+from lightrl.engines.vllm.delivery import Delivery, knows_stacked_experts
 from lightrl.engines.weights.account import WeightAccount, named_shapes, raise_problems
 from lightrl.engines.weights.host_memory import drop_weights
 from lightrl.engines.weights.placement import Placement, ServerRules
@@ -112,6 +112,7 @@ class VLLMEngine(InferenceEngine):
         self.unread: tuple[str, ...] = ()  # parameters that the last load did not compare; the canary covers them
         # On a GPU, kernels may read what vLLM makes of the weights after a load, which a load in place would not renew.
         self._reloads = device.type == "cuda" and host.reloads_whole(self._llm)
+        self._converts = False  # whether vLLM takes only the form of the checkpoint; the first load finds out
         self._samples: dict[str, _Sample] = {}
         self._rendered: dict[int, tuple[EnginePrompt, Any]] = {}  # by id of a measured prompt, until it is submitted
         self._unagreed = hashlib.sha256()  # of the submissions since the last step
@@ -296,13 +297,19 @@ class VLLMEngine(InferenceEngine):
         shapes = self._shapes | {name: tuple(buffer.shape) for name, buffer in buffers}
         account = WeightAccount(shapes, self._tied)
         load: Any = self._reload if reloads else model.load_weights
-        converted = None if all(map(placement.has_home, self._shapes)) else self._skeleton
+        if not self._num_loads:
+            plain: Any = model.load_weights
+            self._converts = not (
+                all(map(placement.has_home, self._shapes))
+                and knows_stacked_experts(plain, self._shapes, next(model.parameters()))
+            )
+        converted = self._skeleton if self._converts else None
         delivery = Delivery(load, account, placement, can_load_one=not reloads, converted=converted)
         delivery.run(chain(weights, buffers))
         account.follow(dict(model.named_parameters(remove_duplicate=False)))
         problems = account.problems()
         if delivery.loaded:
-            own = {name for name, _ in model.named_parameters()}
+            own = {name for name, _ in model.named_parameters()} - host.split_latent_attention(model)
             problems += [f"the engine's {name} got nothing" for name in sorted(own - delivery.loaded)]
         if delivery.unread and not self._num_loads:
             logger.info(

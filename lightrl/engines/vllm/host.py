@@ -269,8 +269,25 @@ def reloads_whole(llm: Any) -> bool:
 
 
 def _derives_weights(module: nn.Module) -> bool:
-    is_latent = hasattr(module, "kv_lora_rank") and hasattr(module, "process_weights_after_loading")
-    return is_latent or hasattr(module, "w13_weight")
+    return _is_latent(module) or hasattr(module, "w13_weight")
+
+
+def _is_latent(module: nn.Module) -> bool:
+    return hasattr(module, "kv_lora_rank") and hasattr(module, "process_weights_after_loading")
+
+
+def split_latent_attention(model: nn.Module) -> set[str]:
+    """Splits a matrix of latent attention (MLA) again after a load in place; returns the names of the parts.
+
+    vLLM drops the matrix where AMX instructions compute the parts, so that there no load in place succeeds.
+    """
+    dtype, parts = next(model.parameters()).dtype, set()
+    module: Any
+    for path, module in model.named_modules():
+        if _is_latent(module) and not getattr(module, "is_amx_bmm_enabled", False):
+            module.process_weights_after_loading(dtype)
+            parts |= {f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)}
+    return parts
 
 
 def repack_experts(model: nn.Module) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from lightrl.engines.vllm.delivery import Delivery
+from lightrl.engines.vllm.delivery import Delivery, knows_stacked_experts
 from lightrl.engines.weights.account import WeightAccount
 from lightrl.engines.weights.placement import Placement, ServerRules
 
@@ -118,3 +118,21 @@ def test_pairs_reach_a_loader_in_the_form_of_the_checkpoint_if_it_knows_no_other
     assert "model.layers.0.block_sparse_moe.gate.weight" in seen
     assert "model.layers.0.block_sparse_moe.experts.1.w3.weight" in seen
     assert not [name for name in seen if ".mlp." in name or name == "other"]
+
+
+EXPERTS = {"model.norm.weight": (6,), "model.layers.1.mlp.experts.down_proj": (4, 2, 3)}
+
+
+@pytest.mark.parametrize(("error", "is_known"), [(None, True), (KeyError("a"), False), (RuntimeError("b"), True)])
+def test_a_loader_that_knows_only_the_experts_of_a_checkpoint_is_found_out(error, is_known) -> None:
+    seen: list[tuple[str, tuple[int, ...], torch.dtype]] = []
+
+    def load(pairs) -> None:
+        seen.extend((name, tuple(tensor.shape), tensor.dtype) for name, tensor in pairs)
+        if error is not None:
+            raise error
+
+    assert knows_stacked_experts(load, EXPERTS, torch.zeros(1, dtype=torch.bfloat16)) == is_known
+    assert seen == [("model.layers.1.mlp.experts.down_proj", (4, 2, 3), torch.bfloat16)]
+    assert knows_stacked_experts(load, SHAPES, torch.zeros(1))  # of a model without experts it is not asked
+    assert len(seen) == 1

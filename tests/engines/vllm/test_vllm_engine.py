@@ -186,6 +186,26 @@ def test_models_that_vllm_treats_in_its_own_way(family) -> None:
     engine.close()
 
 
+def test_experts_and_latent_attention_of_deepseek_follow_every_load() -> None:
+    """The loader knows only experts one by one, and the parts of a matrix are no weights that arrive."""
+    latent = {"q_lora_rank": 32, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    config = transformers.DeepseekV3Config(
+        **SMALL, **_HEADS, **latent, **experts, moe_intermediate_size=32, topk_method="noaux_tc", scoring_func="sigmoid"
+    )
+    config.first_k_dense_replace = config.num_nextn_predict_layers = 1
+    source = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    engine = build(source, engine_args=("max_model_len=64",))
+    for version in range(2):
+        engine.update_weights(source.named_parameters(), version)
+        assert engine.engine.unread == ()
+        latent_attention = inner_model(engine).model.layers[1].self_attn.mla_attn.mla_attn
+        values = source.model.layers[1].self_attn.kv_b_proj.weight.detach().unflatten(0, (2, -1))[:, 128:]
+        assert torch.equal(latent_attention.W_UV, values.transpose(1, 2))
+        shake(source, seed=version)
+    engine.close()
+
+
 @pytest.mark.parametrize("family", TEXT_FAMILIES)
 def test_the_way_that_weights_come_to_experts_on_a_gpu(family, folders) -> None:
     """A reload of the whole model. On a CPU vLLM does not pack experts again, so the adapter does, as for any load.

@@ -21,6 +21,7 @@ from lightrl.engines.vllm.host import (
     reloads_whole,
     set_defaults,
     shut_down,
+    split_latent_attention,
 )
 
 CPU = torch.device("cpu")
@@ -95,7 +96,13 @@ def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 class LatentAttention(nn.Module):
     kv_lora_rank = 4
 
-    def process_weights_after_loading(self, dtype: torch.dtype) -> None: ...
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_b_proj = nn.Linear(2, 2, bias=False)
+        self.W_UV = nn.Parameter(torch.zeros(2, 2))
+
+    def process_weights_after_loading(self, dtype: torch.dtype) -> None:
+        self.W_UV.data.copy_(self.kv_b_proj.weight.to(dtype))
 
 
 class Experts(nn.Module):
@@ -115,6 +122,12 @@ def test_a_model_whose_kernels_read_what_a_load_in_place_does_not_reach_is_reloa
     assert reloads_whole(loaded(LatentAttention()))
     assert reloads_whole(loaded(nn.Identity(), quantization="fp8"))
     assert not reloads_whole(loaded(nn.Identity()))
+
+
+def test_the_parts_of_latent_attention_follow_a_load_in_place() -> None:
+    model = nn.ModuleDict({"attn": LatentAttention(), "mlp": nn.Linear(2, 2)})
+    assert split_latent_attention(model) == {"attn.W_UV"}
+    assert torch.equal(model["attn"].W_UV, model["attn"].kv_b_proj.weight)
 
 
 def test_the_end_of_an_engine_leaves_the_process_groups_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
