@@ -12,6 +12,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Literal, TypeAlias, TypeVar, cast
@@ -308,9 +309,10 @@ def _own_factory(name: Factory) -> Callable[..., InferenceEngine]:
 
     def made(**parts: Any) -> InferenceEngine:
         engine = factory(**parts)
-        missing = [item for item in ("max_model_len", "vocab_size") if not hasattr(engine, item)]
-        if isinstance(engine, InferenceEngine) and missing:
-            raise ValueError(f"Engine {name!r} has no attribute {' and no '.join(missing)}: set it in __init__().")
+        found = {item: getattr(engine, item, None) for item in ("max_model_len", "vocab_size")}
+        wrong = [f"{item} {value!r}" for item, value in found.items() if not isinstance(value, Integral)]
+        if isinstance(engine, InferenceEngine) and wrong:
+            raise ValueError(f"Engine {name!r} has {' and '.join(wrong)}. Set it to a number of tokens in __init__().")
         return cast(InferenceEngine, engine)
 
     return made

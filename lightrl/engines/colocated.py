@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
+import operator
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -304,7 +306,7 @@ class ColocatedEngine:
             self._parked = self._take_out()
         if level == 2:
             self.version = None
-        self.freed_bytes = self.engine.sleep(level)
+        self.freed_bytes = int(self.engine.sleep(level))
         self._phase = _Phase.ASLEEP
         return self.freed_bytes
 
@@ -370,12 +372,25 @@ def _cut_before(placeholder_ids: Collection[int | None], item: Completion) -> Co
 
 def _problem_of(item: Completion, running: Collection[int], vocab_size: int) -> str | None:
     """Describes what an engine must not return; running: the requests that still lack a sample."""
+    if isinstance(item, Completion) and item.request_id in running:
+        with suppress(TypeError, ValueError, RuntimeError):  # of None, other lengths, no numbers, and tensors
+            parts = zip(item.output_token_ids or (), item.logprobs, item.versions, strict=True)
+            if all(0 <= operator.index(token) < vocab_size and not math.isnan(value) for token, value, _ in parts):
+                return None
+    return _describe_unusable(item, running, vocab_size)
+
+
+def _describe_unusable(item: Completion, running: Collection[int], vocab_size: int) -> str:
     if not isinstance(item, Completion) or item.request_id not in running:
-        return f"{item!r:.100}, which is no Completion of a running request"
-    ids, lengths = item.output_token_ids, (len(item.output_token_ids), len(item.logprobs), len(item.versions))
-    if len(set(lengths)) == 1 and (not ids or 0 <= min(ids) <= max(ids) < vocab_size):
-        return None
-    return f"tokens, logprobs and versions of lengths {lengths}, with ids {ids!r:.50} of a vocabulary of {vocab_size}"
+        return f"{item!r:.100}, which is no Completion of a running request (those are {list(running)!s:.50})"
+    named = {name: getattr(item, name) for name in ("output_token_ids", "logprobs", "versions")}
+    shown = ", ".join(f"{name}={value!r:.60}" for name, value in named.items())
+    lengths = " and ".join(str(len(value)) if hasattr(value, "__len__") else "no" for value in named.values())
+    return (
+        f"a Completion of request {item.request_id}, sample {item.sample_index} with {shown}. These need tuples with "
+        f"one entry per token, not {lengths}: integers from 0 to {vocab_size - 1}, the sampled tokens' "
+        "log-probabilities, none of them NaN, and weight versions"
+    )
 
 
 def _describe_not_ready(phase: _Phase) -> str:

@@ -1,5 +1,6 @@
 """The state machine around an engine, over a scripted one that keeps a record of what it was asked."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from lightrl.engines.base import (
     create_engine,
 )
 from lightrl.engines.colocated import ColocatedEngine, EngineStatus, _Request
+from lightrl.own_calls import called_own_code
 
 
 class RecordingEngine(InferenceEngine):
@@ -303,14 +305,23 @@ SAMPLE = Completion(
     [
         (None, r"RecordingEngine.step\(\) returned None: no list of Completion"),
         (["a text"], "RecordingEngine returned 'a text', which is no Completion of a running request"),
-        ([replace(SAMPLE, logprobs=(-1.0,))], r"returned tokens, logprobs and versions of lengths \(2, 1, 2\)"),
+        (
+            [replace(SAMPLE, logprobs=(-1.0,))],
+            r"a Completion of request 0, sample 0 .* tuples with one entry per token, not 2 and 1 and 2: integers",
+        ),
+        ([replace(SAMPLE, logprobs=(-1.0, math.nan))], r"logprobs=\(-1.0, nan\).* none of them NaN"),
+        ([replace(SAMPLE, logprobs=(-1.0, None))], r"logprobs=\(-1.0, None\).* none of them NaN"),
+        ([replace(SAMPLE, logprobs=None)], r"logprobs=None.* not 2 and no and 2: "),
+        ([replace(SAMPLE, output_token_ids=None)], r"output_token_ids=None.* not no and 2 and 2: "),
+        ([replace(SAMPLE, output_token_ids=(1.0, 2.0))], r"output_token_ids=\(1.0, 2.0\).* integers from 0 to 9"),
+        ([replace(SAMPLE, output_token_ids=torch.tensor([1, 2]))], r"output_token_ids=tensor\(.* need tuples"),
         (
             [replace(SAMPLE, request_id=7)],
-            r"returned Completion\(request_id=7, .* no Completion of a running request",
+            r"returned Completion\(request_id=7, .* no Completion of a running request \(those are \[0\]\)",
         ),
         ([SAMPLE, SAMPLE], r"(request_id=0, .* which is no Completion of a running|2 completions for 1 samples)"),
-        ([replace(SAMPLE, output_token_ids=(0, 10))], r"with ids \(0, 10\) of a vocabulary of 10"),
-        ([replace(SAMPLE, output_token_ids=(-1, 9))], r"with ids \(-1, 9\) of a vocabulary of 10"),
+        ([replace(SAMPLE, output_token_ids=(0, 10))], r"output_token_ids=\(0, 10\).* integers from 0 to 9"),
+        ([replace(SAMPLE, output_token_ids=(-1, 9))], r"output_token_ids=\(-1, 9\).* integers from 0 to 9"),
     ],
 )
 def test_what_an_engine_must_not_return_is_named(
@@ -453,8 +464,20 @@ def test_an_engine_of_ones_own_is_checked_before_it_is_used() -> None:
         check_engine_name(f"{__name__}:WithoutParts")
     with pytest.raises(ValueError, match="cannot be called with .* is not a callable object"):
         check_engine_name(f"{__name__}:__doc__")
-    with pytest.raises(ValueError, match="Unmeasured' has no attribute vocab_size: set it in __init__"):
+    with pytest.raises(ValueError, match="Unmeasured' has vocab_size None. Set it to a number of tokens in __init__"):
         create_engine(f"{__name__}:Unmeasured", source=None, tokenizer=None, options=None, device=torch.device("cpu"))
+
+
+def test_an_engine_that_does_not_return_the_bytes_it_has_freed_is_named(
+    ready: ColocatedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sleep(level: int) -> None: ...
+
+    monkeypatch.setattr(ready.engine, "sleep", sleep)
+    with pytest.raises(TypeError) as caught:
+        ready.sleep()
+    line = sleep.__code__.co_firstlineno
+    assert f"sleep(), at line {line} of {__file__}: check what it returned." in called_own_code(caught.value)
 
 
 @pytest.mark.parametrize(
