@@ -35,6 +35,7 @@ from lightrl.strategy import StrategyBase
 
 logger = logging.getLogger(__name__)
 
+_MANY_REJECTED = 8  # episodes from the start, after which a rank without any other says who rejects them
 _CLOSING_S = 10.0  # how long an episode may go on after its time limit, to clean up
 
 
@@ -139,6 +140,7 @@ class EpisodeCollector(EpisodeScorer, Collector):
         self._limits = limits
         self._timeout_s = timeout_s
         self._has_shown_failure = False
+        self._num_rejected: int | None = 0  # from the start; None once there was any other episode, or a warning
         self._siblings: dict[int, Siblings] = {}  # of the prompts whose episodes are running, by position
 
     def _generate(self, prompts: Prompts, seeds: list[int], n: int, sampling: SamplingParams) -> list[Sample]:
@@ -224,6 +226,7 @@ class EpisodeCollector(EpisodeScorer, Collector):
 
     def as_sample(self, job: EpisodeJob, made: Episode | EpisodeFailure | None) -> Sample:
         """Returns the result of play() as a sample."""
+        self._count_rejected(made is None)
         if isinstance(made, Episode):
             return made.sample(job.prompt, job.position, job.sample_index, self._strategy.tokenizer)
         if made is not None and not self._has_shown_failure:
@@ -244,6 +247,20 @@ class EpisodeCollector(EpisodeScorer, Collector):
             turns=(),
             status=Status.FILTERED if made is None else Status.FAILED,
         )
+
+    def _count_rejected(self, is_rejected: bool) -> None:
+        """Warns once if the first episodes of this rank were all rejected, which a missing `return` does too."""
+        if self._num_rejected is None:
+            return
+        self._num_rejected = self._num_rejected + 1 if is_rejected else None
+        if self._num_rejected == _MANY_REJECTED:
+            self._num_rejected = None
+            function = self._workflow.arun_episode
+            logger.warning(
+                "The first %d episodes of this rank were all rejected, because %s.arun_episode returned None each "
+                "time%s. Unless it means to reject them, let it return its Episode.",
+                *(_MANY_REJECTED, type(self._workflow).__name__, place_of(function)),
+            )
 
 
 async def _in_time(episode: Coroutine[Any, Any, Any], timeout_s: float) -> Any:

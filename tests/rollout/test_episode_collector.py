@@ -333,6 +333,36 @@ def test_an_episode_whose_result_is_wrong_fails_with_the_line_of_the_workflow(
         collector.sample(prompts[:1], step=0, group_size=1, temperature=1.0)
 
 
+class Returnless(Workflow):
+    """Rejects every episode, as by a `return` that was forgotten; or only the first ones."""
+
+    def __init__(self, num_rejected: int) -> None:
+        self.num_left = num_rejected
+
+    async def arun_episode(self, engine: Any, data: Prompt) -> Any:
+        self.num_left -= 1
+        return Episode(data.token_ids) if self.num_left < 0 else None
+
+
+@pytest.mark.parametrize(("num_rejected", "warnings"), [(100, 1), (7, 0)])
+def test_a_workflow_that_rejects_everything_is_named_once(
+    num_rejected: int,
+    warnings: int,
+    strategy: StrategyBase,
+    prompts: list[tuple[int, Prompt]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rewards = RewardSet.from_config(GRPOConfig(reward=("episode",)))
+    collector = EpisodeCollector(strategy, rewards, Returnless(num_rejected), seed=3, limits=LIMITS)
+    for step in range(6):
+        collector.sample(prompts[:1], step=step, group_size=3, temperature=1.0)
+    line = Returnless.arun_episode.__code__.co_firstlineno
+    assert [record.message for record in caplog.records] == [
+        "The first 8 episodes of this rank were all rejected, because Returnless.arun_episode returned None each time, "
+        f"at line {line} of {__file__}. Unless it means to reject them, let it return its Episode."
+    ] * warnings
+
+
 @pytest.mark.parametrize(("label", "warnings"), [("length", 1), ("episode", 0)])
 def test_rewards_of_a_workflow_that_nobody_asks_for_are_warned_of_once(
     label: str,
