@@ -7,18 +7,22 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 
+class ChangedByImportError(RuntimeError):
+    """A user's module has changed settings of torch when it was imported."""
+
+
 @contextmanager
 def settings_kept(what: str) -> Iterator[None]:
     """Raises RuntimeError with the name of `what`, which the body runs, if that has changed settings of torch."""
     before = _settings()
     yield
     if (after := _settings()) != before:
-        raise _changed(what, before, after)
+        raise RuntimeError(_changed(what, before, after))
 
 
 @contextmanager
 def kept_by_import(module: str) -> Iterator[None]:
-    """Raises RuntimeError that names a user's module if its import, in the body, changes settings of torch.
+    """Raises ChangedByImportError that names a user's module if its import, in the body, changes settings of torch.
 
     The precision of float32 is not one of them here: a module may choose it for the whole run.
     """
@@ -29,7 +33,7 @@ def kept_by_import(module: str) -> Iterator[None]:
     yield
     after = {name: before[name] if name.endswith("fp32_precision") else now for name, now in _settings().items()}
     if after != before:
-        raise _changed(f"The import of {module}", before, after)
+        raise ChangedByImportError(_changed(f"The import of {module}", before, after))
 
 
 def _settings() -> dict[str, object]:
@@ -47,9 +51,9 @@ def _settings() -> dict[str, object]:
     }
 
 
-def _changed(what: str, before: Mapping[str, object], after: Mapping[str, object]) -> RuntimeError:
+def _changed(what: str, before: Mapping[str, object], after: Mapping[str, object]) -> str:
     told = [f"{name} from {old} to {after[name]}" for name, old in before.items() if after[name] != old]
-    return RuntimeError(
+    return (
         f"{what} has changed settings of torch for the rest of the run: {', '.join(told)}. It must set them back. "
         "A context such as `with torch.no_grad():` does so by itself."
     )

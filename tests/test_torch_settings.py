@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightrl.rewards import load_reward
-from lightrl.torch_settings import settings_kept
+from lightrl.torch_settings import ChangedByImportError, settings_kept
 
 CHANGES: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
     r"torch.is_grad_enabled\(\) from True to False": (
@@ -76,7 +76,7 @@ def test_a_module_that_changes_settings_when_it_is_imported_is_named(
     (tmp_path / f"{name}.py").write_text(f"import torch\n{line}\ndef mine(sample): return 1.0\n")
     for reward, module in ((f"{name}:mine", name), (f"{tmp_path / name}.py:mine", f"{tmp_path / name}.py")):
         try:
-            with pytest.raises(RuntimeError, match=f"The import of {module} has changed settings of torch"):
+            with pytest.raises(ChangedByImportError, match=f"The import of {module} has changed settings of torch"):
                 load_reward(reward)
         finally:
             undo()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightrl.config import GRPOConfig, PPOConfig
 from lightrl.plan.named import check_named
@@ -44,6 +45,21 @@ def test_a_wrong_name_ends_a_dry_run(
         main(["train", kind, *words, "--output_dir", str(tmp_path / "run"), "--dry_run", "True"])
     assert end.value.code == 2
     assert wanted in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_module_that_changes_settings_of_torch_ends_a_dry_run_without_a_traceback(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "without_grad.py").write_text("import torch\ntorch.set_grad_enabled(False)\ndef mine(sample): ...\n")
+    try:
+        for name in ("without_grad", str(tmp_path / "without_grad.py")):
+            test_a_wrong_name_ends_a_dry_run(
+                "grpo", ["--reward", f"{name}:mine"], f"error: The import of {name} has changed", capsys, tmp_path
+            )
+            torch.set_grad_enabled(True)
+    finally:
+        torch.set_grad_enabled(True)
 
 
 def test_right_names_are_taken_and_nothing_is_built() -> None:
