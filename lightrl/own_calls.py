@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import inspect
 import linecache
+import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType, FunctionType
@@ -63,14 +64,33 @@ def _own_functions(frame: FrameType, line: int) -> Iterator[tuple[FunctionType, 
     before = (node for node in ast.walk(tree) if frame.f_code.co_firstlineno < getattr(node, "lineno", 0) < line)
     assigned = [node for node in before if isinstance(node, ast.Assign)]
     made = [node.value for node in assigned if lacking.intersection(map(ast.unparse, node.targets))]
-    for node in (*made, *here):
-        if isinstance(node, ast.Call):
-            owner, function = _resolved(node.func, scope)
-            while isinstance(function, partial):
-                function = function.func
-            function = inspect.unwrap(getattr(function, "__func__", function)) if callable(function) else None
-            if isinstance(function, FunctionType) and is_own(Path(function.__code__.co_filename)):
-                yield function, owner
+    calls = [(node, scope) for node in (*made, *here) if isinstance(node, ast.Call)]
+    for call, names in (*calls, *_makers_of_attributes(here, scope)):
+        owner, function = _resolved(call.func, names)
+        while isinstance(function, partial):
+            function = function.func
+        function = inspect.unwrap(getattr(function, "__func__", function)) if callable(function) else None
+        if isinstance(function, FunctionType) and is_own(Path(function.__code__.co_filename)):
+            yield function, owner
+
+
+def _makers_of_attributes(
+    nodes: Sequence[ast.AST], scope: Mapping[str, Any]
+) -> Iterator[tuple[ast.Call, dict[str, Any]]]:
+    """Yields the calls, with their scope, by which methods of lightrl have set an attribute that is None now."""
+    for node in nodes:
+        if not isinstance(node, ast.Attribute):
+            continue
+        owner, value = _resolved(node, scope)
+        if owner is None or value is not None:
+            continue
+        files = {getattr(sys.modules.get(kind.__module__), "__file__", None) or "" for kind in type(owner).__mro__}
+        for file in sorted(file for file in files if Path(file).is_relative_to(_OURS)):
+            for other in ast.walk(ast.parse("".join(linecache.getlines(file)))):
+                if not isinstance(other, ast.Assign) or not isinstance(other.value, ast.Call):
+                    continue
+                if f"self.{node.attr}" in map(ast.unparse, other.targets):
+                    yield other.value, {"self": owner}
 
 
 def _spans(node: ast.AST, line: int) -> bool:

@@ -34,6 +34,10 @@ class Weightless(SingleStrategy):
     def full_parameters(self, model: nn.Module, dtype: Any = None) -> Any: ...
 
 
+class Layoutless(SingleStrategy):
+    def make_layout(self) -> Any: ...
+
+
 class Raising(SingleStrategy):
     def group_batches(self, data: Sequence[Any]) -> Any:
         raise TypeError("'NoneType' object, which this line of the user's names")
@@ -73,8 +77,12 @@ def sync(strategy: SingleStrategy) -> None:
     strategy.setup_inference_engine(strategy.args, "native", actor=strategy.prepare_model(tiny_policy()))
 
 
-def error_of(act: Callable[..., None], kind: type) -> TypeError:
-    with pytest.raises(TypeError) as caught:
+def prepare(strategy: SingleStrategy) -> None:
+    strategy.prepare_trained(tiny_policy())
+
+
+def error_of(act: Callable[..., None], kind: type) -> TypeError | AttributeError:
+    with pytest.raises((TypeError, AttributeError)) as caught:
         act(strategy_of(kind))
     return caught.value
 
@@ -85,6 +93,7 @@ def error_of(act: Callable[..., None], kind: type) -> TypeError:
         (update, Groupless, "group_batches"),
         (update, Normless, "apply_gradients"),
         (sync, Weightless, "full_parameters"),
+        (prepare, Layoutless, "make_layout"),  # by setup_distributed(), long before it is used
     ],
 )
 def test_a_method_that_returned_nothing_is_named(act: Callable[..., None], kind: type, method: str) -> None:

@@ -300,6 +300,14 @@ def create_engine(
     return engine
 
 
+def no_actor(engine: str) -> ValueError:
+    """Returns the error about a built-in engine that is made without a model."""
+    return ValueError(
+        f"The {engine} engine needs the actor: setup_inference_engine(args, '{engine}', actor=actor). An actor that "
+        "was given has come to it as None, which the strategy's own unwrap_model() returned: it must return the model."
+    )
+
+
 def _own_factory(name: Factory) -> Callable[..., InferenceEngine]:
     """Returns a user's factory or class; raises ValueError for a class that cannot be an engine."""
     factory = name if callable(name) else load_object(name, builtin=BUILTIN_ENGINES, what="engine", example="MyEngine")

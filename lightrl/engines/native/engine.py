@@ -25,6 +25,7 @@ from lightrl.engines.base import (
     SamplingParams,
     as_prompt,
     eos_ids,
+    no_actor,
     outside_vocabulary,
 )
 from lightrl.engines.native.constraints import constrain
@@ -75,7 +76,7 @@ def build_native_engine(
     kind: its class or factory; None makes a NativeEngine, or the kind that an option of --native asks for.
     """
     if source is None:
-        raise ValueError("The native engine needs the actor: setup_inference_engine(args, 'native', actor=actor).")
+        raise no_actor("native")
     if options.engine_args:
         raise ValueError("The native engine takes no --engine_args: its options are --native.*.")
     if group.size > 1 and group.comm.is_main:

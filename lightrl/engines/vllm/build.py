@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from lightrl.comm import found_world
 from lightrl.config import StrategyOptions
 from lightrl.cores import usable_cores
-from lightrl.engines.base import EngineGroup, architecture_of, eos_ids, model_folder
+from lightrl.engines.base import EngineGroup, architecture_of, eos_ids, model_folder, no_actor
 from lightrl.engines.frequencies import limit_vllm
 from lightrl.engines.vllm import host
 from lightrl.engines.vllm.arguments import llm_arguments
@@ -38,7 +38,7 @@ def build_vllm_engine(
 ) -> VLLMEngine:
     """Makes an engine with the source's architecture; every rank of the world must call it at the same point."""
     if source is None:
-        raise ValueError("The vllm engine needs the actor: setup_inference_engine(args, 'vllm', actor=actor).")
+        raise no_actor("vllm")
     require_vllm(device)
     check_model_type(source.config.get_text_config().model_type)
     host.set_defaults(device)
