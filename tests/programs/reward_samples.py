@@ -73,6 +73,11 @@ def forgiving(sample: Sample) -> float:
     return doing_as_told(sample)
 
 
+@isolated_reward(timeout_s=200)
+def patient(sample: Sample) -> float:
+    return doing_as_told(sample)
+
+
 @isolated_reward()
 def meeting(sample: Sample, *, folder: str, count: int) -> float:
     """Waits until so many samples are being scored."""
