@@ -143,7 +143,7 @@ class FSDPStrategy(TorchStrategy):
             "reshard_after_forward": fsdp.reshard_after_forward,
             "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce),
             "offload_policy": offload,
-            "ignored_params": set(router_biases(model).values()),  # every rank has them whole, as gathering rounds
+            "ignored_params": set(router_biases(model).values()),  # whole on every rank, because gathering rounds
         }
 
     @torch.no_grad()
@@ -180,13 +180,13 @@ class FSDPStrategy(TorchStrategy):
         return nullcontext()
 
     def run_backward(self, loss: Tensor, model: nn.Module) -> None:
-        """Runs the backward, and keeps units of the model that have never run out of it."""
+        """Runs the backward, which leaves out units that have never run."""
         if model in self._used:
             self._used[model].leave_out_idle_units()
         super().run_backward(loss, model)
 
     def reduce_gradients(self, model: nn.Module, parameters: list[Tensor]) -> None:
-        """Drops gradients that no rank has; the backward has reduced the others."""
+        """Drops gradients of parameters that no rank used; the backward has reduced the others."""
         if model in self._used:
             self._used[model].drop_unused(parameters, self.comm)
 

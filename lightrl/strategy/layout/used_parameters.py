@@ -1,8 +1,9 @@
-"""UsedParameters: which units of a sharded model run, and which parameters get a gradient on this rank.
+"""UsedParameters: which units of a sharded model have run, and which parameters have a gradient on any rank.
 
 torch's FSDP expects every unit to run, and ranks to have gradients of the same parameters. A vision tower does not run
-without images, and an expert that is a module of its own has a gradient only where a token chose it. Otherwise a rank
-would add its gradient of one expert to another rank's gradient of another: https://github.com/pytorch/pytorch/issues/158719
+without images, and an expert that is a module of its own has a gradient only where a token chose it. Without this,
+FSDP would add one rank's gradient of an expert to another rank's gradient of a different expert:
+https://github.com/pytorch/pytorch/issues/158719
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
 
 from lightrl.comm import Comm
 
@@ -20,28 +22,27 @@ _SUMS_UNUSED = "set_reduce_scatter_unused_params"  # a method of FSDPModule sinc
 
 
 class UsedParameters:
-    """Notes the first run of each unit, by a hook that this removes, and every gradient of its parameters."""
+    """Records when each unit first runs, and which parameters get a gradient."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Starts to note what is used; the model's parameters must be those that its optimizer will step."""
-        self._idle: set[FSDPModule] = set()  # units that have not run yet
+        """Starts to record; the model's parameters must be those that its optimizer will step."""
+        self._idle = {unit for unit in model.modules() if isinstance(unit, FSDPModule)}  # those that have not run yet
+        self._hooks: dict[nn.Module, RemovableHandle] = {}  # of the first run of each
         self._used: set[Tensor] = set()  # parameters with a gradient since the last update
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self._sums_unused = hasattr(model, _SUMS_UNUSED)
         if self._sums_unused:
             getattr(model, _SUMS_UNUSED)(True)
-        for unit in model.modules():
-            if isinstance(unit, FSDPModule):
-                self._idle.add(unit)
-                sharded = dict(unit.named_parameters())
-                first = partial(self._first_run, sharded)
-                # After FSDP's own hook, which puts whole parameters in the place of the sharded ones.
-                first.keywords["handles"] = [unit.register_forward_pre_hook(first)]
+        self._may_choose = not self._sums_unused or _has_separate_experts(model)
+        self._all_used = False  # whether ranks have agreed, in any update, that each parameter had a gradient
+        for unit in self._idle:
+            first_run = partial(self._first_run, dict(unit.named_parameters()))
+            # After FSDP's own hook, which puts whole parameters in the place of the sharded ones.
+            self._hooks[unit] = unit.register_forward_pre_hook(first_run)
 
-    def _first_run(self, sharded: dict[str, nn.Parameter], unit: Any, _: Any, *, handles: list[Any]) -> None:
+    def _first_run(self, sharded: dict[str, nn.Parameter], unit: Any, _: Any) -> None:
+        self._hooks.pop(unit).remove()
         self._idle.discard(unit)
-        for handle in handles:
-            handle.remove()
         for name, parameter in unit.named_parameters():
             known = sharded.get(name, parameter)  # a parameter that was added later is not sharded
             if parameter is not known and parameter.requires_grad:
@@ -51,7 +52,7 @@ class UsedParameters:
         self._used.add(sharded)
 
     def leave_out_idle_units(self) -> None:
-        """Lets a backward skip units that have never run; without a reduction, FSDP would look for their gradients.
+        """Lets the backward skip units that have never run, whose gradients FSDP would otherwise look for.
 
         This can go with https://github.com/pytorch/pytorch/pull/194058 (2.13: not yet).
         """
@@ -61,11 +62,15 @@ class UsedParameters:
     def drop_unused(self, parameters: list[Tensor], comm: Comm) -> None:
         """Drops gradients that no rank has, which FSDP fills with zeros, and starts anew for the next update.
 
-        Momentum and weight decay would move their parameters, unlike in one process.
+        Momentum and weight decay would move their parameters, unlike in one process. Ranks no longer ask each other
+        after an update that used every parameter, unless the model chooses among experts: it costs a reduction.
         """
+        if self._all_used and not self._may_choose:
+            return
         own = torch.tensor([parameter in self._used for parameter in parameters]).int()
         self._used.clear()
         is_used = comm.all_reduce(own, "max").tolist()
+        self._all_used = self._all_used or all(is_used)
         if not self._sums_unused:
             self._require_same(parameters, own.tolist(), is_used, comm)
         for parameter, used in zip(parameters, is_used, strict=True):
@@ -76,9 +81,14 @@ class UsedParameters:
         """Raises RuntimeError on every rank if FSDP has just added up gradients of different parameters."""
         names = [self._names.get(parameter, "") for parameter in parameters]
         missing = [name for name, *used in zip(names, own, is_used, strict=True) if used == [0, 1]]
-        found = [names[0] for names in comm.all_gather_object(missing) if names]
+        found = [theirs[0] for theirs in comm.all_gather_object(missing) if theirs]
         if found:
             raise RuntimeError(
                 f"Only some ranks have a gradient of {found[0]}, and torch {torch.__version__} cannot sum such "
                 "gradients under --strategy fsdp. Install torch 2.13 or later, or use --strategy ddp."
             )
+
+
+def _has_separate_experts(model: nn.Module) -> bool:
+    lists = (name for name, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.ModuleDict))
+    return any("expert" in name for name in lists)
