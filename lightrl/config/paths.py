@@ -49,7 +49,7 @@ def why_no_output(path: str | Path) -> str:
 
 def _why_absent(path: Path, error: OSError) -> str:
     """Returns what is in the way of a path that stat() refused; empty if it is only missing."""
-    for part in (path, *path.parents):  # at most one is in the way
+    for part in (path, *path.parents):  # in any order: at most one of them is in the way
         where = "it is" if part == path else f"{part} is"
         if os.path.islink(part) and not os.path.exists(part):
             return f"{where} a broken symbolic link to {os.readlink(part)}"

@@ -303,8 +303,8 @@ def create_engine(
 def no_actor(engine: str) -> ValueError:
     """Returns the error about a built-in engine that is made without a model."""
     return ValueError(
-        f"The {engine} engine needs the actor: setup_inference_engine(args, '{engine}', actor=actor). An actor that "
-        "was given has come to it as None, which the strategy's own unwrap_model() returned: it must return the model."
+        f"The {engine} engine needs the actor: setup_inference_engine(args, '{engine}', actor=actor). If an "
+        "actor was given, the strategy's unwrap_model() returned None: it must return the model."
     )
 
 

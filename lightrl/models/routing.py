@@ -87,10 +87,11 @@ def check_rules(routers: Sequence[Router]) -> None:
 
 
 def _inputs(module: nn.Module, hidden: Tensor) -> tuple[Tensor, ...]:
-    """Returns what a layer gives to its router: states [t, h], or [1, t, h], and perhaps biases of the experts."""
+    """Returns example inputs for a router: hidden states, and zeros for biases of experts if its forward takes any."""
     num_inputs = len(inspect.signature(module.forward).parameters)
     biases = (hidden.new_zeros(int(getattr(module, "num_experts", 0)), dtype=torch.float32),) * (num_inputs - 1)
-    return (hidden[None] if type(module).__name__.startswith("Afmoe") else hidden, *biases)
+    is_batched = type(module).__name__.startswith("Afmoe")  # its forward splits [batch, tokens, size]
+    return (hidden[None] if is_batched else hidden, *biases)
 
 
 def _router_kinds(model: nn.Module) -> list[tuple[type, int]]:

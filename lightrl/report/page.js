@@ -119,12 +119,12 @@
   const writer = (turn) => {
     if (isOwn(turn)) return "policy";
     const roles = [...turn.text.matchAll(ROLE)].map((found) => found.slice(1).find(Boolean));
-    return [...new Set(roles)].filter((role) => role !== "assistant" && role !== "model").join(", ") || "read";
+    return [...new Set(roles)].filter((role) => role !== "assistant" && role !== "model").join(", ") || "not the policy";
   };
-  const converse = (sample) => {
-    const place = byId("turns"), turns = sample.turns || [];
-    place.hidden = !turns.length;
-    place.replaceChildren(element("h4", "Turns"), ...turns.map((turn) => {
+  const showTurns = (sample) => {
+    const holder = byId("turns"), turns = sample.turns || [];
+    holder.hidden = !turns.length;
+    holder.replaceChildren(element("h4", "Turns"), ...turns.map((turn) => {
       const block = element("div"), text = element("pre");
       const reward = turn.reward === undefined ? "" : `, reward ${shown(turn.reward)}`;
       const head = turn.is_trained === undefined ? "" : `${writer(turn)}, ${turn.is_trained ? "trained" : "not trained"}${reward}`;
@@ -148,7 +148,7 @@
     if (kinds.includes(before)) byId("color").value = before;
     byId("prompt").textContent = sample.prompt;
     paint();
-    converse(sample);
+    showTurns(sample);
     const skipped = new Set(["prompt", "response", "tokens", "searched", "run", "reasons", "turns"]);
     const rows = Object.entries(sample).filter(([name]) => !skipped.has(name)).map(([name, value]) => [name, shown(value)]);
     rows.push(...sample.reasons.map((reason) => ["suspicious", reason]));

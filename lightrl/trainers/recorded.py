@@ -29,7 +29,8 @@ def recorded(trainer_class: type[Trainer]) -> Callable[[RolloutConfig], Trainer]
                 "PPO have it."
             )
         mixin = ReplayTrainer if config.rollout.from_ else RecordingTrainer
-        made = variant(trainer_class, mixin, name="Recorded", option="A record (--rollout.record, from)")
+        name = "Replaying" if config.rollout.from_ else "Recording"
+        made = variant(trainer_class, mixin, name=name, option="A record (--rollout.record, --rollout.from)")
         trainer: Trainer = made(config)
         return trainer
 

@@ -44,6 +44,7 @@ def count_equal_components(groups: Sequence[ScoredGroup], statistics: Statistics
     for group in groups:
         known = [reward for reward in group.rewards if has_reward(reward)]
         if known and any(sample.components for sample in group.samples):
+            # describe_rollout() has counted this group by its sums: replace that, and leave the number of groups.
             statistics.mean("reward/equal_groups", (not group.has_signal) - (min(known) == max(known)), 0)
 
 

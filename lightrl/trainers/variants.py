@@ -1,4 +1,4 @@
-"""The class of a trainer that an option changes: a mixin, or several, in front of an ordinary trainer's class."""
+"""Makes the trainer class for an option: one or several mixins in front of an ordinary trainer's class."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def variant(trainer_class: Callable[[Any], Trainer], *mixins: type[Any], name: s
     Raises TypeError for a function that makes a trainer, which a program may start in place of a class.
 
     Args:
-        name: Put in front of the class's name, for error messages.
+        name: Prefix of the class's name, which errors show.
         option: Subject of the error.
     """
     if not isinstance(trainer_class, type):

@@ -139,7 +139,7 @@ def test_an_episode_is_shown_turn_by_turn(browser: Any, tmp_path: Path) -> None:
     page.fill("#search", "add")
     assert opened.rows("position") == ["0"]
     page.locator("#list tbody tr").first.click()
-    heads = ["policy, trained, reward 0.25", "tool, not trained", "read, not trained", "policy, not trained"]
+    heads = ["policy, trained, reward 0.25", "tool, not trained", "not the policy, not trained", "policy, not trained"]
     assert page.locator(".turn b").all_text_contents() == heads
     assert page.locator(".turn pre").all_text_contents() == [turn["text"] for turn in turns]
     assert page.locator(".turn .call").all_text_contents() == [CALL]  # of the policy's own text

@@ -64,5 +64,5 @@ def test_a_source_without_memory_gives_the_same_buffers(family, tiny_model) -> N
 
 
 def test_it_needs_the_actor() -> None:
-    with pytest.raises(ValueError, match=r"needs the actor.* the strategy's own unwrap_model\(\) returned"):
+    with pytest.raises(ValueError, match=r"needs the actor.* the strategy's unwrap_model\(\) returned"):
         build_native_engine(source=None, tokenizer=None, options=StrategyOptions(), device=CPU, group=EngineGroup())
