@@ -63,6 +63,21 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
 
 
+def thaw() -> None:
+    """Trains a layer that was frozen in the first forward, as adapters are that a reference switches off."""
+    strategy = FSDPStrategy(0, 0.0, 1, 2)
+    strategy.setup_distributed()
+    model = strategy.prepare_model(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    strategy.register(model, optimizer_of(model))
+    model.requires_grad_(False)
+    with torch.no_grad():
+        model(torch.ones(1, 2))
+    model.requires_grad_(True)
+    result = strategy.train_batch([torch.ones(1, 2)], lambda outputs, _: loss_of(outputs), len)
+    print(f"norm {result.grad_norm:.5f}", flush=True)
+    strategy.close()
+
+
 def main(path: str, units: list[str], *, updates: Sequence[Any] = UPDATES) -> None:
     strategy = FSDPStrategy(0, 0.0, 1, 4)
     strategy.setup_distributed()
@@ -81,6 +96,9 @@ def main(path: str, units: list[str], *, updates: Sequence[Any] = UPDATES) -> No
 
 if __name__ == "__main__":
     path, units, *options = sys.argv[1:]
+    if options == ["--thaw"]:
+        thaw()
+        sys.exit()
     if options == ["--old_torch"]:
         delattr(FSDPModule, "set_reduce_scatter_unused_params")
     # In the second update, all gradients have one size, so that torch does not notice what it adds up.

@@ -28,7 +28,8 @@ class UsedParameters:
         """Starts to record; the model's parameters must be those that its optimizer will step."""
         self._idle = {unit for unit in model.modules() if isinstance(unit, FSDPModule)}  # those that have not run yet
         self._hooks: dict[nn.Module, RemovableHandle] = {}  # of the first run of each
-        self._used: set[Tensor] = set()  # parameters with a gradient since the last update
+        self._watched: set[Tensor] = set()  # parameters whose gradients this notes: not those frozen in the first run
+        self._used: set[Tensor] = set()  # those with a gradient since the last update
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
         self._sums_unused = hasattr(model, _SUMS_UNUSED)
         if self._sums_unused:
@@ -46,6 +47,7 @@ class UsedParameters:
         for name, parameter in unit.named_parameters():
             known = sharded.get(name, parameter)  # a parameter that was added later is not sharded
             if parameter is not known and parameter.requires_grad:
+                self._watched.add(known)
                 parameter.register_post_accumulate_grad_hook(partial(self._note, known))
 
     def _note(self, sharded: nn.Parameter, _: Tensor) -> None:
@@ -67,7 +69,7 @@ class UsedParameters:
         """
         if self._all_used and not self._may_choose:
             return
-        own = torch.tensor([parameter in self._used for parameter in parameters]).int()
+        own = torch.tensor([item in self._used or item not in self._watched for item in parameters]).int()
         self._used.clear()
         is_used = comm.all_reduce(own, "max").tolist()
         self._all_used = self._all_used or all(is_used)

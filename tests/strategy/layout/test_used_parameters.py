@@ -37,6 +37,13 @@ def test_experts_that_other_ranks_use_and_parts_that_nobody_runs(tmp_path: Path,
         assert_close(found[name], expected, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def test_what_was_frozen_in_the_first_forward_trains_later() -> None:
+    printed = run_spmd(program.__file__, "", "", "--thaw", world_size=2, timeout_s=100)
+    norms = [float(line.split()[1]) for line in printed.splitlines() if line.startswith("norm")]
+    assert len(norms) == 2
+    assert all(norm > 0 for norm in norms)
+
+
 def test_a_torch_that_cannot_sum_them_is_refused(tmp_path: Path) -> None:
     program_args = (str(tmp_path / "weights.pt"), "Layer", "--old_torch")
     printed = run_spmd(program.__file__, *program_args, world_size=2, timeout_s=100, expect_failure=True)
