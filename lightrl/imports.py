@@ -48,22 +48,23 @@ def load_object(name: str, *, builtin: Mapping[str, str], what: str, example: st
 
 def _load_own(name: str, builtin: Mapping[str, str], what: str, example: str) -> Any:
     """Loads a user's object; every mistake in its name or error in its module is explained."""
-    place, _, attribute = name.rpartition(":")
-    if not place and name.endswith(".py") and Path(name).is_file():
+    source, _, attribute = name.rpartition(":")
+    is_file = source.endswith(".py")
+    if not source and name.endswith(".py") and Path(name).is_file():
         raise _only_a_file(name, what, example)
-    if not (place and attribute) or (place.startswith(".") and not place.endswith(".py")):
+    if not (source and attribute) or (source.startswith(".") and not is_file):
         _raise_unknown(name, builtin, what, example)
-    module = (_module_of_file if place.endswith(".py") else _imported)(place, name, what)
+    if os.getcwd() not in sys.path:  # also for what a file imports
+        sys.path.insert(0, os.getcwd())
+    module = _module_of_file(source, name, what) if is_file else _imported(source, name, what)
     if not hasattr(module, attribute):
         own = {key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
         hint = f" {nearest_name(attribute, own)}" if own else ""
-        raise ValueError(f"The {what} {name!r}: {place} has no {attribute!r}.{hint}")
+        raise ValueError(f"The {what} {name!r}: {source} has no {attribute!r}.{hint}")
     return getattr(module, attribute)
 
 
 def _imported(module_name: str, name: str, what: str) -> ModuleType:
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
     try:
         with kept_by_import(module_name):
             return importlib.import_module(module_name)
@@ -74,7 +75,7 @@ def _imported(module_name: str, name: str, what: str) -> ModuleType:
 def _module_of_file(file: str, name: str, what: str) -> ModuleType:
     if not Path(file).is_file():
         raise FileNotFoundError(
-            f"The {what} {name!r}: there is no file {file} to load it from. The working directory is {os.getcwd()}."
+            f"The {what} {name!r}: there is no file {file}. The working directory is {os.getcwd()}."
         )
     try:
         return run_file(Path(file))
@@ -89,7 +90,9 @@ def _only_a_file(file: str, what: str, example: str) -> ValueError:
         body = []  # reported when something of the file is loaded
     found = [item.name for item in body if isinstance(item, _DEFINITIONS)]
     choices = " or ".join(f"{file}:{name}" for name in found if not name.startswith("_"))
-    return ValueError(f"The {what} {file!r} names a file and nothing in it. Write {choices or f'{file}:{example}'}.")
+    return ValueError(
+        f"The {what} {file!r} names a file, but no function or class of it. Write {choices or f'{file}:{example}'}."
+    )
 
 
 def _raise_unknown(name: str, builtin: Mapping[str, str], what: str, example: str) -> NoReturn:

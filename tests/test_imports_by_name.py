@@ -1,5 +1,6 @@
 import importlib
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,13 +51,20 @@ def test_an_object_is_loaded_from_a_file_by_any_path_to_it(tmp_path: Path, monke
     with pytest.raises(ValueError, match=r"sub/mine.py has no 'Thign'. Did you mean Thing\?$"):
         load("sub/mine.py:Thign")
     with pytest.raises(
-        ValueError, match=r"names a file and nothing in it. Write sub/mine.py:Thing or sub/mine.py:make.$"
+        ValueError, match=r"names a file, but no function or class of it. Write sub/mine.py:Thing or sub/mine.py:make.$"
     ):
         load("sub/mine.py")
-    with pytest.raises(
-        FileNotFoundError, match=f"no file mine.py to load it from. The working directory is {tmp_path}."
-    ):
+    with pytest.raises(FileNotFoundError, match=f"no file mine.py. The working directory is {tmp_path}."):
         load("mine.py:Thing")
+
+
+def test_a_file_may_import_what_is_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "beside_the_run.py").write_text("VALUE = 3\n")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "importing.py").write_text("from beside_the_run import VALUE\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    assert load("sub/importing.py:VALUE") == 3
 
 
 @pytest.mark.parametrize(

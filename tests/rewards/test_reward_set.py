@@ -213,7 +213,7 @@ def test_a_list_of_ones_own_is_added_up() -> None:
 def test_a_file_without_a_function_lists_its_functions(tmp_path: Path) -> None:
     (file := tmp_path / "mine.py").write_text("def right(sample): ...\ndef _inner(): ...\nclass Judge: ...\n")
     with pytest.raises(
-        ValueError, match=r"names a file and nothing in it. Write \S+mine.py:right or \S+mine.py:Judge\."
+        ValueError, match=r"names a file, but no function or class of it. Write \S+mine.py:right or \S+mine.py:Judge\."
     ):
         set_of(str(file))
     file.write_text("def right(")

@@ -119,7 +119,7 @@ class Lazy(Unclosed):
         ("own_loggers:Unclosed", "'own_loggers:Unclosed' has no method close. A logger is a class with __init__"),
         ("own_loggers:Unaware", "'own_loggers:Unaware' is called with a LoggedRun: too many positional arguments"),
         ("own_loggers:Notd", "own_loggers has no 'Notd'"),
-        ("own_loggers.py:Noted", "there is no file own_loggers.py to load it from"),
+        ("own_loggers.py:Noted", "there is no file own_loggers.py. The"),
     ],
 )
 def test_a_mistake_in_a_logger_of_ones_own_is_found_by_all_ranks(
