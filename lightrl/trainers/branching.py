@@ -33,6 +33,7 @@ _CAN_CONTINUE = ("PPO", "GRPO")  # without the critic, GRPO goes on with the pol
 _IN_CHECKPOINTS = {
     "seed": "the order of its data depends on it",
     "optim.name": "it holds the states of that optimizer",
+    "optim.schedule_unit": "its schedule has counted in that unit",
     "lora.rank": "it holds weights of other shapes",
     "critic.shared_backbone": "it holds a critic of another form",
 }

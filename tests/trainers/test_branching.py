@@ -61,6 +61,12 @@ def test_a_config_with_few_options_is_of_no_kind() -> None:
         (GRPOConfig, "--lora.rank 4", "", "--lora.rank 4, and this run has 0: it"),
         (SFTConfig, "--lora.rank 4", "--lora.rank 8", "--lora.rank 4, and this run has 8: it"),
         (GRPOConfig, "", "--seed 1", "--seed 0, and this run has 1: the order of its data depends on it. Give the"),
+        (
+            GRPOConfig,
+            "",
+            "--optim.schedule_unit rl_step",
+            "--optim.schedule_unit optimizer_step, and this run has rl_s",
+        ),
         (DPOConfig, "", "--strategy single --optim.name muon", "--optim.name adamw, and this run has muon: it holds"),
     ],
 )
