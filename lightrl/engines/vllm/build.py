@@ -66,6 +66,8 @@ def build_vllm_engine(
         )
         if varies_with_length(source.config):
             limit_vllm(source, arguments)
+        if device.type == "cpu":
+            rotate_in_torch(source.config.get_text_config(), arguments)
         with host.buffers_kept_from_dummy_loader(), host.open_engines.one_more():
             return kind(
                 arguments,
@@ -144,6 +146,16 @@ def check_recurrent_layers(config: Any, dtype: str) -> None:
             f"vLLM on a CPU computes the linear attention of model type {config.model_type!r} in bfloat16 only, and "
             f"--dtype is {dtype}. Use --dtype bfloat16, or --engine native."
         )
+
+
+def rotate_in_torch(config: Any, arguments: dict[str, Any]) -> None:
+    """Keeps latent attention (MLA) from vLLM's kernel of rotary positions on a CPU, unless --engine_args decides.
+
+    The kernel takes the stride of a head for that of a token where a tensor has a dimension for heads, as only there:
+    https://github.com/vllm-project/vllm/blob/v0.32.0/csrc/cpu/pos_encoding.cpp
+    """
+    if getattr(config, "kv_lora_rank", None):
+        arguments.setdefault("compilation_config", {"custom_ops": ["-rotary_embedding"]})
 
 
 def has_processor(source: PreTrainedModel, folder: str) -> bool:

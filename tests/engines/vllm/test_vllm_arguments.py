@@ -8,7 +8,7 @@ import transformers
 
 from lightrl.config import StrategyOptions
 from lightrl.engines.vllm.arguments import llm_arguments, user_arguments
-from lightrl.engines.vllm.build import check_model_type, check_recurrent_layers
+from lightrl.engines.vllm.build import check_model_type, check_recurrent_layers, rotate_in_torch
 
 KNOWN = {"dtype", "gpu_memory_utilization", "kv_cache_memory_bytes", "load_format", "logprobs_mode", "max_num_seqs"}
 
@@ -68,3 +68,14 @@ def test_a_type_that_vllm_computes_in_another_way_is_refused_before_the_engine_i
     check_model_type("ernie4_5")
     with pytest.raises(ValueError, match="models of type 'ernie4_5_moe' as the trainer does.* --engine native"):
         check_model_type("ernie4_5_moe")
+
+
+def test_only_latent_attention_computes_positions_in_torch_unless_engine_args_decide() -> None:
+    decided: dict[str, Any] = {"compilation_config": {"custom_ops": ["all"]}}
+    arguments: dict[str, Any] = {}
+    rotate_in_torch(transformers.Qwen3Config(), arguments)
+    assert arguments == {}
+    rotate_in_torch(transformers.DeepseekV3Config(), arguments)
+    assert arguments == {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+    rotate_in_torch(transformers.DeepseekV3Config(), decided)
+    assert decided == {"compilation_config": {"custom_ops": ["all"]}}
