@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from lightrl.config import nearest_name
 from lightrl.own_calls import is_own
 from lightrl.own_files import run_file
-from lightrl.torch_settings import kept_by_import
+from lightrl.torch_settings import ChangedByImportError, kept_by_import
 
 # Errors that a program prints without a traceback, or that end it silently. If a user's code raises one of them while
 # it is loaded, the message has to name the line.
@@ -117,6 +117,8 @@ def _raise_unless_ours(error: BaseException, module_name: str, subject: str) -> 
 
 def _raise_code_fails(error: BaseException, subject: str) -> NoReturn:
     """Raises an ImportError that names the line at which a user's code failed while it was loaded."""
+    if isinstance(error, ChangedByImportError):  # it names the module, and no line failed
+        raise error
     if isinstance(error, SyntaxError):
         reason, file, line = error.msg, error.filename, error.lineno
     else:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 
-class ChangedByImportError(RuntimeError):
+class ChangedByImportError(ImportError):
     """A user's module has changed settings of torch when it was imported."""
 
 

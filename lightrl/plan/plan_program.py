@@ -38,7 +38,6 @@ from lightrl.plan.text import as_json, size_text, table, verdict
 from lightrl.strategy import strategy_class
 from lightrl.strategy.layout.meshes import MeshSizes, check_mesh
 from lightrl.strategy.layout.tensor_parallel import check_parameters, check_splits
-from lightrl.torch_settings import ChangedByImportError
 
 _UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _RESPONSE = 512  # assumed tokens of an example, as data is not read
@@ -50,7 +49,7 @@ def dry_run(config: RunConfig) -> int:
         exit_with_user_error(ValueError("--dry_run plans a run that trains, and an evaluation does not: leave it out."))
     try:
         check_named(config)
-    except (ValueError, OSError, ImportError, ChangedByImportError) as error:
+    except (ValueError, OSError, ImportError) as error:
         exit_with_user_error(error)
     name = type(config).__name__.removesuffix("Config").lower()
     return plan_of(config, PlanConfig(), name, is_here=True)

@@ -15,11 +15,13 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
+import torch
 from torch.distributed import HashStore
 
 from lightrl.comm import Comm, RankError
 from lightrl.config import GRPOConfig, LateMistakeError
 from lightrl.rank_board import RankBoard
+from lightrl.rewards import load_reward
 from lightrl.testing import free_port, run_spmd
 from lightrl.testing.preloaded import Program, start
 from lightrl.trainers import lifetime
@@ -233,6 +235,25 @@ def test_an_error_of_any_kind_ends_the_process_at_once(
     told = capsys.readouterr().err
     assert kind.__name__ in told
     assert "in fail" in told
+
+
+def test_a_module_that_changes_settings_of_torch_ends_the_start_with_a_sentence(
+    watch: lifetime.SignalWatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "careless.py"
+    path.write_text("import torch\ntorch.set_grad_enabled(False)\ndef mine(sample): ...\n")
+
+    def load(_config: Any) -> Any:
+        try:
+            return load_reward(f"{path}:mine")
+        finally:
+            torch.set_grad_enabled(True)
+
+    with pytest.raises(EndedError, match="^2$"):
+        run_program(load, GRPOConfig())
+    told = " ".join(capsys.readouterr().err.split())
+    assert f"The import of {path} has changed settings of torch" in told
+    assert "Traceback" not in told
 
 
 def stoppable(folder: Path, *, step: int = 1, every: int = 0, max_steps: int = 3) -> Any:
