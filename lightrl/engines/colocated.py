@@ -26,6 +26,7 @@ from lightrl.engines.base import (
     as_prompt,
 )
 from lightrl.engines.stop_strings import check_stop, cut_after_stop, cut_to
+from lightrl.engines.unusable import FINISH_REASONS, describe_unusable, wrong_number
 from lightrl.engines.weights.account import WeightProof
 from lightrl.engines.weights.fingerprint import KnownWeights
 
@@ -134,7 +135,7 @@ class ColocatedEngine:
             self.engine.abort()  # left-over requests would join the next call
             raise
         if len(done) != (wanted := sum(param.n for param in params)):
-            raise RuntimeError(f"{type(self.engine).__name__} gave {len(done)} completions for {wanted} samples.")
+            raise RuntimeError(wrong_number(type(self.engine).__name__, len(done), wanted))
         return sorted(done, key=lambda item: (item.request_id, item.sample_index))
 
     def submit(self, prompt: AnyPrompt, params: SamplingParams, partial: Completion | None = None) -> int:
@@ -372,25 +373,12 @@ def _cut_before(placeholder_ids: Collection[int | None], item: Completion) -> Co
 
 def _problem_of(item: Completion, running: Collection[int], vocab_size: int) -> str | None:
     """Describes what an engine must not return; running: the requests that still lack a sample."""
-    if isinstance(item, Completion) and item.request_id in running:
+    if isinstance(item, Completion) and item.request_id in running and item.finish_reason in FINISH_REASONS:
         with suppress(TypeError, ValueError, RuntimeError):  # of None, other lengths, no numbers, and tensors
             parts = zip(item.output_token_ids or (), item.logprobs, item.versions, strict=True)
-            if all(0 <= operator.index(token) < vocab_size and not math.isnan(value) for token, value, _ in parts):
+            if all(0 <= operator.index(token) < vocab_size and math.isfinite(value) for token, value, _ in parts):
                 return None
-    return _describe_unusable(item, running, vocab_size)
-
-
-def _describe_unusable(item: Completion, running: Collection[int], vocab_size: int) -> str:
-    if not isinstance(item, Completion) or item.request_id not in running:
-        return f"{item!r:.100}, which is no Completion of a running request (those are {list(running)!s:.50})"
-    named = {name: getattr(item, name) for name in ("output_token_ids", "logprobs", "versions")}
-    shown = ", ".join(f"{name}={value!r:.60}" for name, value in named.items())
-    lengths = " and ".join(str(len(value)) if hasattr(value, "__len__") else "no" for value in named.values())
-    return (
-        f"a Completion of request {item.request_id}, sample {item.sample_index} with {shown}. These need tuples with "
-        f"one entry per token, not {lengths}: integers from 0 to {vocab_size - 1}, the sampled tokens' "
-        "log-probabilities, none of them NaN, and weight versions"
-    )
+    return describe_unusable(item, running, vocab_size)
 
 
 def _describe_not_ready(phase: _Phase) -> str:

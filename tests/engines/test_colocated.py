@@ -309,8 +309,18 @@ SAMPLE = Completion(
             [replace(SAMPLE, logprobs=(-1.0,))],
             r"a Completion of request 0, sample 0 .* tuples with one entry per token, not 2 and 1 and 2: integers",
         ),
-        ([replace(SAMPLE, logprobs=(-1.0, math.nan))], r"logprobs=\(-1.0, nan\).* none of them NaN"),
-        ([replace(SAMPLE, logprobs=(-1.0, None))], r"logprobs=\(-1.0, None\).* none of them NaN"),
+        ([replace(SAMPLE, logprobs=(-1.0, math.nan))], r"logprobs=\(-1.0, nan\).* all of them finite"),
+        ([replace(SAMPLE, logprobs=(-1.0, None))], r"logprobs=\(-1.0, None\).* all of them finite"),
+        ([replace(SAMPLE, logprobs=(-math.inf, -1.0))], r"logprobs=\(-inf, -1.0\).* all of them finite"),
+        ([replace(SAMPLE, logprobs=(-1.0, math.inf))], r"logprobs=\(-1.0, inf\).* all of them finite"),
+        (
+            [replace(SAMPLE, finish_reason="eos")],
+            r"sample 0 with the finish_reason 'eos'.* none of \('stop', 'length', 'abort'\)",
+        ),
+        (
+            [replace(SAMPLE, finish_reason=None)],
+            r"sample 0 with the finish_reason None.* none of \('stop', 'length', 'abort'\)",
+        ),
         ([replace(SAMPLE, logprobs=None)], r"logprobs=None.* not 2 and no and 2: "),
         ([replace(SAMPLE, output_token_ids=None)], r"output_token_ids=None.* not no and 2 and 2: "),
         ([replace(SAMPLE, output_token_ids=(1.0, 2.0))], r"output_token_ids=\(1.0, 2.0\).* integers from 0 to 9"),
@@ -335,6 +345,14 @@ def test_what_an_engine_must_not_return_is_named(
     ready.submit([1], TWO)
     with pytest.raises(RuntimeError, match=text):
         ready.step()
+
+
+def test_an_engine_that_says_too_early_that_it_has_finished_is_told_so(
+    ready: ColocatedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ready.engine, "has_unfinished", lambda: None)
+    with pytest.raises(RuntimeError, match=r"0 completions for 1 samples. Its has_unfinished\(\) must return True"):
+        ready.generate([[1]], [TWO])
 
 
 def test_an_engine_may_return_a_token_at_each_end_of_the_vocabulary_or_none(
