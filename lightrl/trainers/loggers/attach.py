@@ -102,7 +102,15 @@ def _start(names: tuple[str, ...], own: Mapping[str, Any], trainer: Any) -> list
         step=trainer.step_index,
         options=public_options(trainer.config),
     )
-    return [(own[name] if name in own else resolve_name(BUILTIN[name]))(run) for name in names]
+    return [_made(name, own[name], run) if name in own else resolve_name(BUILTIN[name])(run) for name in names]
+
+
+def _made(name: str, kind: Any, run: LoggedRun) -> Logger:
+    """Makes a user's logger; raises LateMistakeError if a function of the user's made something else."""
+    made = kind(run)
+    if not all(callable(getattr(made, method, None)) for method in ("log", "close")):
+        raise LateMistakeError(f"The logger {name!r} returned {made!r:.80}, which has no log() or no close(). {_FORM}")
+    return made  # type: ignore[no-any-return]
 
 
 def _own(name: str) -> Any:
@@ -126,6 +134,8 @@ def _require_calls(kind: type) -> None:
     """Raises LateMistakeError for a class whose log() or close(), an ordinary method, takes other arguments."""
     for method, arguments in (("log", ("step", "metrics")), ("close", ())):
         function = inspect.getattr_static(kind, method, None)
+        if inspect.iscoroutinefunction(function):
+            raise LateMistakeError(f"The logger's {kind.__name__}.{method} is async, and nothing awaits it. {_FORM}")
         if inspect.isfunction(function):
             try:
                 require_call(f"The logger's {kind.__name__}.{method}", function, "self", *arguments)

@@ -100,6 +100,12 @@ class Asking(Unclosed):
     def close(self, exit_code: int) -> None: ...
 
 
+class Awaiting(Unclosed):
+    async def log(self, step: int, metrics: Mapping[str, float]) -> None: ...  # type: ignore[override]
+
+    def close(self) -> None: ...
+
+
 class Lazy(Unclosed):
     """Has methods that are no functions of the class, which only a call can tell right or wrong."""
 
@@ -116,6 +122,7 @@ class Lazy(Unclosed):
             r"Stepless.log\(self, metrics.*cannot be called with \(self, step, metrics\): too many",
         ),
         ("own_loggers:Asking", r"Asking.close\(self, exit_code.*cannot be called with \(self\): missing"),
+        ("own_loggers:Awaiting", r"Awaiting.log is async, and nothing awaits it. A logger is a class with __init__"),
         ("own_loggers:Unclosed", "'own_loggers:Unclosed' has no method close. A logger is a class with __init__"),
         ("own_loggers:Unaware", "'own_loggers:Unaware' is called with a LoggedRun: too many positional arguments"),
         ("own_loggers:Notd", "own_loggers has no 'Notd'"),
@@ -126,7 +133,7 @@ def test_a_mistake_in_a_logger_of_ones_own_is_found_by_all_ranks(
     tmp_path: Path, noted: str, name: str, message: str, rank: int
 ) -> None:
     module = sys.modules["own_loggers"]
-    for kind in (Unclosed, Unaware, Stepless, Asking):
+    for kind in (Unclosed, Unaware, Stepless, Asking, Awaiting):
         setattr(module, kind.__name__, kind)
     with pytest.raises(LateMistakeError, match=message):
         Loggers(trainer_of(tmp_path, name, rank=rank))
@@ -137,6 +144,15 @@ def test_a_function_that_makes_a_logger_and_methods_that_are_no_functions_are_ta
     module.make, module.Lazy = lambda run: Noted(run), Lazy  # type: ignore[attr-defined]
     Loggers(trainer_of(tmp_path, "own_loggers:make,own_loggers:Lazy")).close()
     assert Noted.made[0].is_closed
+
+
+@pytest.mark.parametrize("made", [None, SimpleNamespace(log=print)])
+def test_a_function_that_makes_no_logger_is_refused_before_the_first_step(
+    tmp_path: Path, noted: str, made: object
+) -> None:
+    sys.modules["own_loggers"].make = lambda run: made  # type: ignore[attr-defined]
+    with pytest.raises(LateMistakeError, match=r"'own_loggers:make' returned .*, which has no log\(\) or no close\(\)"):
+        Loggers(trainer_of(tmp_path, "own_loggers:make"))
 
 
 def test_other_ranks_have_none(tmp_path: Path, noted: str) -> None:
