@@ -20,8 +20,8 @@ def describe_unusable(item: Completion, running: Collection[int], vocab_size: in
     shown = ", ".join(f"{name}={value!r:.60}" for name, value in parts.items())
     lengths = " and ".join(str(len(value)) if hasattr(value, "__len__") else "no" for value in parts.values())
     return (
-        f"{named} with {shown}. These need tuples with one entry per token, not {lengths}: integers from 0 to "
-        f"{vocab_size - 1}, the sampled tokens' log-probabilities, all of them finite, and weight versions"
+        f"{named} with {shown} ({lengths} entries). Each must be a tuple with one entry per token: ids from 0 to "
+        f"{vocab_size - 1}, finite log-probabilities of the sampled tokens, and weight versions"
     )
 
 

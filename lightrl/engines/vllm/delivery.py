@@ -13,6 +13,7 @@ from lightrl.engines.base import NamedTensors
 from lightrl.engines.weights.account import Shape, WeightAccount
 from lightrl.engines.weights.names import checkpoint_pairs
 from lightrl.engines.weights.placement import Placement
+from lightrl.models.router_biases import is_router_bias
 
 _STACKED = re.compile(r"\.experts\.\w+_proj$")  # all experts of a layer as one tensor, as in transformers' memory
 
@@ -107,17 +108,29 @@ class Delivery:
 def knows_stacked_experts(load: Callable[[NamedTensors], object], shapes: Mapping[str, Shape], like: Tensor) -> bool:
     """Returns whether a loader has a parameter for all experts of a layer, where the trainer sends such a tensor.
 
-    The loader gets zeros, so a sync must follow. Loaders of DeepSeek's family know only the experts of a checkpoint.
+    It is tried with zeros, so a weight sync must follow. Loaders of DeepSeek's family know only single experts.
     """
-    for name in filter(_STACKED.search, shapes):
-        try:
-            load([(name, torch.zeros((), dtype=like.dtype, device=like.device).expand(shapes[name]))])
-        except KeyError:  # of its parameters by name; other errors are those of a load, which has its own report
-            return False
-        except Exception:
-            return True
+    name = next(filter(_STACKED.search, shapes), None)
+    if name is None:
+        return True
+    try:
+        load([(name, torch.zeros((), dtype=like.dtype, device=like.device).expand(shapes[name]))])
+    except KeyError:  # the loader has no such parameter
+        return False
+    except Exception:  # the load itself reports it
         return True
     return True
+
+
+def lost_biases(buffers: Iterable[tuple[str, Tensor]], sent: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Describes the router biases for which the engine has no place, unless they are zero."""
+    names = {name for name, _ in sent}
+    return [
+        f"the engine has no {name}, which is not zero: the routers of DeepSeek's family have it in vLLM only if the "
+        "model's config has topk_method 'noaux_tc'"
+        for name, buffer in buffers
+        if name not in names and is_router_bias(name) and bool(buffer.any())
+    ]
 
 
 def _first_line(error: Exception) -> str:

@@ -31,7 +31,7 @@ from lightrl.engines.base import (
 )
 from lightrl.engines.colocated import clear_caches
 from lightrl.engines.vllm import host
-from lightrl.engines.vllm.delivery import Delivery, knows_stacked_experts
+from lightrl.engines.vllm.delivery import Delivery, knows_stacked_experts, lost_biases
 from lightrl.engines.weights.account import WeightAccount, named_shapes, raise_problems
 from lightrl.engines.weights.host_memory import drop_weights
 from lightrl.engines.weights.placement import Placement, ServerRules
@@ -299,17 +299,16 @@ class VLLMEngine(InferenceEngine):
         load: Any = self._reload if reloads else model.load_weights
         if not self._num_loads:
             plain: Any = model.load_weights
-            self._converts = not (
-                all(map(placement.has_home, self._shapes))
-                and knows_stacked_experts(plain, self._shapes, next(model.parameters()))
-            )
+            has_homes = all(map(placement.has_home, self._shapes))
+            self._converts = not has_homes or not knows_stacked_experts(plain, self._shapes, next(model.parameters()))
         converted = self._skeleton if self._converts else None
         delivery = Delivery(load, account, placement, can_load_one=not reloads, converted=converted)
         delivery.run(chain(weights, buffers))
         account.follow(dict(model.named_parameters(remove_duplicate=False)))
-        problems = account.problems()
+        problems = account.problems() + lost_biases(self._buffers, buffers)
         if delivery.loaded:
-            own = {name for name, _ in model.named_parameters()} - host.split_latent_attention(model)
+            parts = host.split_latent_attention(model)
+            own = {name for name, _ in model.named_parameters()} - parts
             problems += [f"the engine's {name} got nothing" for name in sorted(own - delivery.loaded)]
         if delivery.unread and not self._num_loads:
             logger.info(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from lightrl.engines.vllm.delivery import Delivery, knows_stacked_experts
+from lightrl.engines.vllm.delivery import Delivery, knows_stacked_experts, lost_biases
 from lightrl.engines.weights.account import WeightAccount
 from lightrl.engines.weights.placement import Placement, ServerRules
 
@@ -136,3 +136,12 @@ def test_a_loader_that_knows_only_the_experts_of_a_checkpoint_is_found_out(error
     assert seen == [("model.layers.1.mlp.experts.down_proj", (4, 2, 3), torch.bfloat16)]
     assert knows_stacked_experts(load, SHAPES, torch.zeros(1))  # of a model without experts it is not asked
     assert len(seen) == 1
+
+
+def test_a_routers_bias_that_the_engine_lacks_is_named_unless_it_is_zero() -> None:
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    (problem,) = lost_biases([(name, torch.tensor([0.0, 0.1])), ("rope.inv_freq", torch.ones(1))], [])
+    assert problem.startswith(f"the engine has no {name}, which is not zero")
+    assert "topk_method" in problem
+    assert lost_biases([(name, torch.zeros(2))], []) == []
+    assert lost_biases([(name, torch.ones(2))], [(name, torch.ones(2))]) == []
