@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
 from itertools import chain, count
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +41,13 @@ _INPUTS_NAME = "inputs.json"
 _OF_A_START = {OWNER_NAME, ".tmp-config.yaml"}  # all that a first start leaves if the disk is full
 _WHOLE = 64 << 20  # bytes that are hashed: a small file whole, blocks from all over a larger one
 _BLOCKS = 64
-_OBJECT = re.compile(r"([\w./-]+):[A-Za-z_]\w*")  # module:function, even inside name=[module:one, module:two]
+# package.module:function or path/to/file.py:function, even inside name=[module:one, module:two].
+_OBJECT = re.compile(r"([^\s=,:\[\]][^=,:\[\]]*):[A-Za-z_]\w*")
+# Options of a run with rollouts that may name code on which its steps depend.
+_NAMING = (
+    *("strategy", "engine", "reward", "rollout.workflow", "rollout.workflow_args", "rollout.filter", "data.curriculum"),
+    *(f"algorithm.{kind}" for kind in ("advantage", "loss", "aggregation", "correction", "kl_estimator")),
+)
 
 _Columns = Callable[[Experience], Mapping[str, Any]]
 TrainerConfig = RolloutConfig | OfflineConfig  # the options of a run that trains
@@ -363,11 +370,10 @@ def _data_files(config: TrainerConfig) -> Iterator[Path]:
 
 
 def _code_files(config: RunConfig) -> Iterator[Path]:
-    """Yields the source files of a strategy, rewards or a workflow that are not lightrl's own."""
-    names = [config.strategy]
-    if isinstance(config, RolloutConfig):
-        names += [*config.reward, config.rollout.workflow, *config.rollout.workflow_args]
-    yield from filter(None, map(_file_of, chain.from_iterable(map(_OBJECT.findall, names))))
+    """Yields the source files of a user's code on which the run's steps depend."""
+    values = attrgetter(*_NAMING)(config) if isinstance(config, RolloutConfig) else (config.strategy,)
+    texts = chain.from_iterable((value,) if isinstance(value, str) else value for value in values)
+    yield from filter(None, map(_file_of, chain.from_iterable(map(_OBJECT.findall, texts))))
 
 
 def _file_of(module: str) -> Path | None:

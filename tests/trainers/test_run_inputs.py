@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrl.config import DataConfig, GRPOConfig, WorkflowConfig
+from lightrl.config import AlgorithmConfig, DataConfig, GRPOConfig, RolloutLogConfig, WorkflowConfig
 from lightrl.trainers import run_folder
 from lightrl.trainers.run_folder import hash_of, note_inputs
 
@@ -43,6 +43,32 @@ def test_changed_data_and_code_are_told_when_a_run_goes_on(
     Path("a.jsonl").write_text("another line\n")
     note_inputs(run, config, continues=False)  # it begins anew
     assert not caplog.records
+
+
+def test_the_code_of_every_option_that_changes_steps_is_an_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ["engine", "advantage", "loss", "aggregation", "correction", "kl_estimator", "filter", "curriculum"]
+    Path("my files").mkdir()
+    paths = {option: f"my files/{option}.py" for option in (*options, "strategy", "workflow", "tool", "logger")}
+    for path in paths.values():
+        Path(path).touch()
+    named = {option: f"{path}:mine" for option, path in paths.items()}
+    config = GRPOConfig(
+        strategy=named["strategy"],
+        engine=named["engine"],
+        algorithm=AlgorithmConfig(**{option: named[option] for option in options[1:6]}, kl_coef=0.1),
+        data=DataConfig(curriculum=named["curriculum"]),
+        log=RolloutLogConfig(to=named["logger"]),  # no step depends on it
+        rollout=WorkflowConfig(
+            filter=named["filter"],
+            workflow=named["workflow"],
+            workflow_args=(f"tools=[missing.module:other, {named['tool']}]",),
+        ),
+    )
+    note_inputs(tmp_path, config, continues=False)
+    assert set(json.loads(Path("inputs.json").read_text())) == set(paths.values()) - {paths["logger"]}
 
 
 def test_a_large_file_is_read_in_blocks_from_first_to_last_byte(
