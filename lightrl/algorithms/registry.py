@@ -1,4 +1,4 @@
-"""Loads an algorithm by name, or a user's own as `package.module:function`, and reads its traits.
+"""Loads an algorithm by name, or a user's own by module or file, and reads its traits.
 
 There is one call signature per kind:
 

@@ -40,4 +40,5 @@ class GroupHealthConfig(RolloutHealthConfig):
     """When a step counts as bad, and when a run stops because of bad steps."""
 
     max_equal_groups: float = option(0.99, at_least=0, at_most=1)
-    """A step is bad if, for more than this share of its prompts, all samples got the same reward."""
+    """A step is bad if, for more than this share of its prompts, all samples got the same reward (with gdpo, each
+    reward separately)."""

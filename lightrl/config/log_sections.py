@@ -19,7 +19,8 @@ class LogConfig:
     """Write TensorBoard files beside metrics.jsonl."""
     to: str = option("", resume="free")
     """Loggers that get the same metrics, separated by commas: wandb, trackio, mlflow, swanlab (each needs the extra of
-    its name), tensorboard, or a class of your own as package.module:Class. docs/metrics.md has their settings."""
+    its name), tensorboard, or a class of your own as package.module:Class or path/to/file.py:Class.
+    docs/metrics.md has their settings."""
 
     @property
     def loggers(self) -> tuple[str, ...]:

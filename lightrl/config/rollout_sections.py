@@ -90,8 +90,9 @@ class ScheduleConfig:
     """Maximum number of groups in progress at once, over all ranks. In a workflow without a schedule, only the episodes
     of this many groups run at once. 0: no limit."""
     filter: str = ""
-    """Function of a scored group that returns whether it may be trained, as package.module:function, or
-    unequal_rewards. A group that it rejects is replaced by another. Empty: all may be trained."""
+    """Function of a scored group that returns whether it may be trained, as package.module:function or
+    path/to/file.py:function, or unequal_rewards. A group that it rejects is replaced by another. Empty: all may be
+    trained."""
 
     @property
     def is_scheduled(self) -> bool:
@@ -189,11 +190,11 @@ class WorkflowConfig(RecordConfig, ScheduleConfig):
     workflow: str = ""
     """What makes a sample: environment; tools; multi_turn, which replies to wrong answers; remax, which subtracts the
     reward of a greedy response; agent, a program of yours that calls an OpenAI endpoint; verifiers, an environment of
-    that package; serve, programs outside the run; or your own subclass of lightrl.Workflow as package.module:Class.
-    Empty: one response to the prompt."""
+    that package; serve, programs outside the run; or your own subclass of lightrl.Workflow as package.module:Class or
+    path/to/file.py:Class. Empty: one response to the prompt."""
     workflow_args: tuple[str, ...] = ()
-    """Arguments of the workflow as name=value, such as environment=my_module:MyEnvironment, or tools=[my_module:add,
-    my_module:search]."""
+    """Arguments of the workflow as name=value, such as environment=my_module:MyEnvironment or
+    environment=my_file.py:MyEnvironment, or tools=[my_module:add, my_module:search]."""
     max_turns: int = option(8, at_least=1)
     """Maximum number of turns of the policy in an episode. --max_new_tokens is the limit of a turn."""
     max_context_tokens: int = option(0, at_least=0)

@@ -57,8 +57,8 @@ class BasicConfig:
     model: str = BUILTIN_MODEL
     """Hugging Face folder or name. builtin:addition: a small model that is made on first use."""
     strategy: str = option("auto", resume="free")
-    """How the model is distributed: single, ddp, fsdp, deepspeed, megatron. Your own class is given as
-    package.module:MyStrategy. auto: single in one process, else fsdp."""
+    """How the model is distributed: single, ddp, fsdp, deepspeed, megatron. Give your own class as
+    package.module:MyStrategy or path/to/file.py:MyStrategy. auto: single in one process, else fsdp."""
     train_data: str = BUILTIN_MODEL
     """Training data: files, a data set, or a built-in task. A .jsonl, .json, .parquet, .csv or .tsv file, a pattern
     like '*.jsonl', hf:NAME[/CONFIG][:SPLIT], a data set's folder, reasoning_gym:TASK, or builtin:addition. A sum such

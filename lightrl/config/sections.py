@@ -20,12 +20,13 @@ class AlgorithmConfig:
 
     advantage: str = "grpo"
     """How a sample's reward becomes its advantage: grpo, dr_grpo, rloo, reinforce, reinforce_plus_plus,
-    reinforce_plus_plus_baseline, remax, opo, gpg, cpgd, pass_at_k, gdpo, or your own as package.module:function."""
+    reinforce_plus_plus_baseline, remax, opo, gpg, cpgd, pass_at_k, gdpo, or your own as package.module:function or
+    path/to/file.py:function."""
     advantage_args: tuple[str, ...] = ()
     """Parameters of the advantage as name=value, such as normalize_std=false of grpo. docs/algorithms.md lists all."""
     loss: str = "ppo_clip"
     """Policy loss: ppo_clip, policy_gradient, gspo, gspo_token, gmpo, vespo, cispo, sapo, cpgd, clip_cov, kl_cov,
-    dppo_tv, dppo_kl, or your own as package.module:function."""
+    dppo_tv, dppo_kl, or your own as package.module:function or path/to/file.py:function."""
     clip_low: float | None = None
     """How far below 1 the ratio may fall before the loss clips it (a token's ratio; a response's for gspo). None: the
     loss's own bound, which is 0.2 for ppo_clip, cpgd and clip_cov, 0.4 for gmpo (of the log ratio), 1 for cispo, 3e-4
@@ -44,12 +45,13 @@ class AlgorithmConfig:
     """Share of an update's tokens whose policy loss counts: those of highest entropy. 1: all tokens count."""
     aggregation: str = "token_mean"
     """Mean over tokens and sequences: token_mean, sequence_mean, sequence_mean_token_sum, sequence_mean_token_sum_norm,
-    or your own as package.module:function. The denominator always spans all ranks and micro-batches."""
+    or your own as package.module:function or path/to/file.py:function. The denominator always spans all ranks and
+    micro-batches."""
     aggregation_args: tuple[str, ...] = ()
     """Parameters of the aggregation, such as length=1024 of sequence_mean_token_sum_norm."""
     correction: str = "none"
     """Weight of a token from the ratio of the trainer's probability to the engine's: none, tis, mis, icepop, reject, or
-    your own as package.module:function."""
+    your own as package.module:function or path/to/file.py:function."""
     correction_args: tuple[str, ...] = ()
     """Parameters of the correction, such as cap=2 of tis."""
     off_policy_mask: float = option(0.0, at_least=0)
@@ -59,7 +61,7 @@ class AlgorithmConfig:
     """Weight in the loss of the KL penalty to the frozen starting model. 0: load no reference model."""
     kl_estimator: str = option("k3", check=partial(check_needed, "algorithm.kl_estimator", "algorithm.kl_coef"))
     """Estimator of the KL to the reference per token: k1, k2, k3 (Schulman 2020), or your own as
-    package.module:function. k1 needs --algorithm.kl_gradient kl."""
+    package.module:function or path/to/file.py:function. k1 needs --algorithm.kl_gradient kl."""
     kl_estimator_args: tuple[str, ...] = option(
         (), check=partial(check_needed, "algorithm.kl_estimator_args", "algorithm.kl_coef")
     )
@@ -72,8 +74,7 @@ class AlgorithmConfig:
     """Multiply the KL of a token by the ratio of the policy loss, so that its estimate stays right in later updates of
     a step. With --algorithm.kl_gradient kl this is the estimate of DeepSeek-V3.2."""
     kl_target: float = option(0.0, at_least=0)
-    """Target of the mean KL per trained token: kl_coef is adjusted after each step (Ziegler 2019). 0: it stays as
-    given."""
+    """Target of the mean KL per trained token: kl_coef is adjusted after each step (Ziegler 2019). 0: it stays."""
     kl_horizon: int = option(
         10_000, above=0, check=partial(check_needed, "algorithm.kl_horizon", "algorithm.kl_target")
     )
@@ -144,7 +145,7 @@ class PPOAlgorithmConfig(AlgorithmConfig):
 
     advantage: str = "gae"
     """How rewards and values per token become advantages and returns: gae, returns_to_go, turn_returns, or your own as
-    package.module:function."""
+    package.module:function or path/to/file.py:function."""
     advantage_args: tuple[str, ...] = ()
     """Parameters of the advantage as name=value, such as gamma=1 lam=0.95 of gae."""
     truncation: Literal["terminal", "bootstrap"] = "terminal"
@@ -255,8 +256,7 @@ class OverlongConfig:
     """Treatment of responses that are long or cut off."""
 
     buffer: int = option(0, at_least=0)
-    """Number of tokens before max_new_tokens over which a penalty on the reward grows linearly (DAPO). 0: no
-    penalty."""
+    """Number of tokens before max_new_tokens over which a penalty on the reward grows linearly (DAPO). 0: none."""
     penalty: float = option(1.0, above=0, check=partial(check_needed, "overlong.penalty", "overlong.buffer"))
     """Penalty subtracted from the reward of a response that reaches max_new_tokens."""
     mask_truncated: bool = False
@@ -331,8 +331,8 @@ class DataConfig(PromptFieldsConfig):
     answer_field: str = "answer"
     """Field that rewards compare a response with. Dots reach into nested fields, as in reward_model.ground_truth."""
     curriculum: str = ""
-    """Function that weighs the prompts by the results so far, as package.module:function, or half_solved, which prefers
-    prompts that are solved about half the time. Empty: every prompt once in each epoch."""
+    """Function that weighs the prompts by the results so far, as package.module:function or path/to/file.py:function,
+    or half_solved, which prefers prompts solved about half the time. Empty: every prompt once in each epoch."""
 
     def check_curriculum(self, *, is_recorded: bool) -> None:
         """Raises ValueError for a curriculum in a run whose prompts are those of a record."""

@@ -271,7 +271,8 @@ class EngineConfig:
     __slots__ = ()
 
     engine: str = "native"
-    """What generates responses: native, vllm or sglang. Your own class is given as package.module:MyEngine."""
+    """What generates responses: native, vllm or sglang. Give your own class as package.module:MyEngine or
+    path/to/file.py:MyEngine."""
     engine_tp_size: int = option(1, at_least=1)
     """Number of ranks that share one engine by tensor parallelism. They are consecutive."""
     engine_mem_fraction: float = option(0.4, above=0, below=1, wanted="it must be between 0 and 1", resume="free")

@@ -1,6 +1,6 @@
 """InferenceEngine: the interface of an engine; the rest of lightrl does not know which engine is behind it.
 
-Engines are chosen by name or import path (create_engine). The functions at the end read from the trainer's model what
+Engines are chosen by name, module or file (create_engine). The functions at the end read from the trainer's model what
 an engine needs: its end tokens, its architecture and the folder that it came from.
 """
 
@@ -273,7 +273,7 @@ def _not_trainable(given: Sequence[str]) -> ValueError:
     )
 
 
-Factory: TypeAlias = str | Callable[..., InferenceEngine]  # a name, an import path, or a factory
+Factory: TypeAlias = str | Callable[..., InferenceEngine]  # a name, a path to a class or factory, or a factory
 
 
 def check_engine_name(name: str) -> None:
@@ -288,7 +288,7 @@ def create_engine(
     """Creates an engine by calling its class or factory, which must return an InferenceEngine.
 
     Args:
-        name: a built-in name, the import path of a class or factory, or a factory.
+        name: a built-in name, package.module:NAME or path/to/file.py:NAME of a class or factory, or a factory.
         source: the trainer's unwrapped model.
         group: the ranks that drive the engine together; None means this rank alone.
     """

@@ -41,7 +41,8 @@ _CORE: Mapping[str, Mapping[str, str]] = {
         "episode/failed_share": "share of the step's episodes that failed; reward/mean leaves them out",
         "eval/accuracy": "held-out prompts: share of samples with a reward of 1 or more",
         "eval/reward": "held-out prompts: mean reward",
-        "reward/equal_groups": "share of groups whose samples all got the same reward; they teach nothing",
+        "reward/equal_groups": "share of groups whose samples all got the same reward (with gdpo, each reward "
+        "separately); they teach nothing",
     },
     "Policy": {
         "entropy": "mean entropy at the response tokens, in nats; near 0 nothing is explored",

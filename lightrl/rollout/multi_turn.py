@@ -34,7 +34,7 @@ class MultiTurnWorkflow(Workflow):
         """Loads the user.
 
         Args:
-            user: Your own user, as package.module:Class or a function.
+            user: Your own user, a class or function as package.module:NAME or path/to/file.py:NAME.
             feedback: The reply to a wrong answer, without a user of your own.
             solved_at: The smallest reward of an answer that counts as right.
             discount: The factor by which each further turn multiplies the reward.

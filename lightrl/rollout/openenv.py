@@ -35,8 +35,8 @@ class OpenEnvEnvironment:
             reset_fields: Fields of the prompt's record that are passed to reset(), such as seed. Without a seed of its
                 own a prompt has that of its place in the data, so that all its samples play the same episode, if the
                 client's reset() takes a seed.
-            client: Your own client as package.module:Class, a subclass of openenv's EnvClient; empty: openenv's client
-                for every environment, which takes actions as dicts.
+            client: Your own client as package.module:Class or path/to/file.py:Class, a subclass of openenv's EnvClient;
+                empty: openenv's client for every environment, which takes actions as dicts.
         """
         self._make = load_object(client, builtin={}, what="client", example="MyEnv") if client else _generic_client()
         self._base_url = base_url

@@ -220,7 +220,7 @@ async def in_daemon_thread(function: Callable[..., Any], arguments: Mapping[str,
 
 
 def load_tool(name: str) -> Tool:
-    """Loads a built-in tool or package.module:function; raises ValueError if it cannot be described to a policy."""
+    """Loads a built-in tool, or a function by module or file; raises ValueError if no policy can be told of it."""
     function = load_object(name, builtin=BUILTIN_TOOLS, what="tool", example="my_tool")
     if not inspect.isroutine(function):
         raise ValueError(

@@ -39,7 +39,7 @@ class ToolWorkflow(Workflow):
         """Loads the tools.
 
         Args:
-            tools: One or several of calculator, python (a sandbox), and package.module:function.
+            tools: Any of calculator, python (a sandbox), package.module:function and path/to/file.py:function.
             mcp: Commands of MCP servers, whose tools are added, such as "python my_server.py".
             parser: Notation in which the policy writes calls, a name in PARSERS.
             timeout_s: Time limit of one call.

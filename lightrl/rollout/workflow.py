@@ -83,7 +83,7 @@ class EnvironmentWorkflow(Workflow):
     """Lets the policy and an environment take turns. The reward of the episode is the sum of the steps' rewards."""
 
     def __init__(self, *, environment: str, **arguments: Any) -> None:
-        """Takes openenv or package.module:Class; the other arguments go to the constructor of the environment."""
+        """Takes openenv, package.module:Class or path/to/file.py:Class; other arguments go to the constructor."""
         self._make = load_object(environment, builtin=BUILTIN_ENVIRONMENTS, what="environment", example="MyEnvironment")
         check_arguments(f"environment {environment!r}", self._make, arguments)
         self._arguments = arguments

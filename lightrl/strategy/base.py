@@ -417,7 +417,7 @@ def create_strategy(config: RunConfig | Any, kind: type[StrategyBase] | None = N
 
 
 def strategy_class(name: str) -> type[StrategyBase]:
-    """Returns the class for a built-in name, or for package.module:Class, which must be a subclass that can run."""
+    """Returns a built-in class by name, or a user's own by module or file, which must be a subclass that can run."""
     if name == "auto":
         name = "single" if int(os.environ.get("WORLD_SIZE", "1")) == 1 else "fsdp"
     if name in BUILTIN_STRATEGIES:

@@ -59,7 +59,8 @@ class AgentWorkflow(EndpointWorkflow):
         """Loads the agent.
 
         Args:
-            agent: package.module:function, plain or async, or a class whose objects are called like one.
+            agent: package.module:NAME or path/to/file.py:NAME: a function, plain or async, or a class whose objects are
+                called like one.
             arguments: Settings of the endpoint; all others are passed to the agent.
         """
         super().__init__(**{name: arguments.pop(name) for name in ENDPOINT_OPTIONS if name in arguments})
