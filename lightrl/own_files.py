@@ -11,8 +11,8 @@ from types import ModuleType
 
 from lightrl.torch_settings import kept_by_import
 
-_PREFIX = "lightrl_file_"  # of the names of these modules
-_sources: dict[str, bytes] = {}  # of the modules of files, by name; a file that was changed is run again
+_PREFIX = "lightrl_file_"  # prefix of the modules' names
+_sources: dict[str, bytes] = {}  # source of each file's module, by module name: a changed file is run again
 
 
 def run_file(path: Path) -> ModuleType:

@@ -20,7 +20,7 @@ def load_teacher(
 
     Args:
         tokenizer: the tokenizer of the model whose tokens are scored.
-        vocab_size: that of the same model, which may be larger or smaller than the tokenizer's.
+        vocab_size: the number of tokens that the scored model can write; it may differ from the tokenizer's.
         materialize: as for load_policy().
     """
     check_model_folder(path, "--teacher_model")
@@ -37,7 +37,7 @@ def load_teacher(
         known = load_config(path, trust_remote_code=trust_remote_code).get_text_config().vocab_size
         if known < (needed := min(vocab_size, max(ours.values()) + 1)):
             raise ValueError(
-                f"--teacher_model {path} knows {known} tokens (vocab_size), and --model may write any of the {needed} "
-                "of their tokenizer, which the teacher then could not read. Choose a teacher with at least as many."
+                f"--teacher_model {path} has {known} tokens (vocab_size), but --model may write {needed}: the teacher "
+                f"cannot score the rest. Choose a teacher with at least {needed}."
             )
         return load_policy(path, materialize=materialize, trust_remote_code=trust_remote_code, is_reference=True)

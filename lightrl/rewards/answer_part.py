@@ -25,9 +25,9 @@ def answer_part(text: str) -> str | None:
     return str(tagged[-1]) if tagged else None
 
 
-def undressed(text: str, dress: re.Pattern[str]) -> str:
-    """Returns a text without the commands around parts of it, as `dress` matches them, and with single spaces."""
-    return _SPACE.sub(" ", dress.sub(r" \1", text)).strip()
+def without_commands(text: str, commands: re.Pattern[str]) -> str:
+    """Returns a text without LaTeX commands, whose argument is group 1 of `commands`, and with single spaces."""
+    return _SPACE.sub(" ", commands.sub(r" \1", text)).strip()
 
 
 def _content(text: str, start: int) -> str:

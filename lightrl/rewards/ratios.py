@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from lightrl.rewards.answer_part import answer_part, behind_thoughts, undressed
+from lightrl.rewards.answer_part import answer_part, behind_thoughts, without_commands
 
 _RATIO = re.compile(r"(?<![\w.:])\d{1,9}(?:\.\d{1,9})?(?: ?: ?\d{1,9}(?:\.\d{1,9})?)+(?![\w:])")
-_DRESS = re.compile(r"\\(?:text|mathrm) *\{([^{}]*)\}")
+_TEXT = re.compile(r"\\(?:text|mathrm) *\{([^{}]*)\}")
 
 
 def is_ratio(answer: str, text: str) -> bool | None:
@@ -20,7 +20,7 @@ def is_ratio(answer: str, text: str) -> bool | None:
     content = answer_part(part)
     expected = _ratios_in(answer)
     given = _ratios_in(part if content is None else content)
-    if not _RATIO.fullmatch(undressed(answer, _DRESS)) or max(map(len, [*expected, *given[-1:]])) < 3:
+    if not _RATIO.fullmatch(without_commands(answer, _TEXT)) or max(map(len, [*expected, *given[-1:]])) < 3:
         return None
     if not given or (content is not None and len(given) > 1):
         return False
@@ -29,4 +29,5 @@ def is_ratio(answer: str, text: str) -> bool | None:
 
 
 def _ratios_in(text: str) -> list[list[Fraction]]:
-    return [[Fraction(number) for number in found.split(":")] for found in _RATIO.findall(undressed(text, _DRESS))]
+    ratios = _RATIO.findall(without_commands(text, _TEXT))
+    return [[Fraction(number) for number in found.split(":")] for found in ratios]

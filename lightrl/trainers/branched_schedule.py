@@ -1,4 +1,4 @@
-"""Schedules of learning rates in a run that goes on, by another number of updates per step, from a checkpoint.
+"""Learning-rate schedules of a run that continues a checkpoint with another number of updates per step.
 
 Such a schedule goes on from the update that it has reached, and its length is that of the updates that were planned
 before plus those that follow, so that it ends with the run.
@@ -20,11 +20,11 @@ from lightrl.config.yaml_text import read_yaml
 from lightrl.strategy.saving.saver import restore_lambdas
 from lightrl.strategy.saving.state_reader import load_object
 
-_EXTRA = "extra_updates"  # attribute of a schedule, and key of its saved state: updates beyond those of its options
+_EXTRA = "extra_updates"  # attribute and saved key: how many updates longer the schedule is than its options say
 
 
 def end_schedules_with_run(trainer: Any, checkpoint: Path) -> None:
-    """Corrects the lengths of a trainer's schedules once the checkpoint was loaded; alike on every rank."""
+    """Corrects the lengths of a trainer's schedules after a checkpoint was loaded; every rank must call it."""
     config = trainer.config
     if not isinstance(config, RolloutConfig) or config.optim.schedule_unit == "rl_step":
         return
@@ -50,7 +50,7 @@ def _options_of(checkpoint: Path) -> Mapping[str, Any]:
 
 
 def _num_planned(options: Mapping[str, Any], num_steps: int, *, is_policy: bool) -> int:
-    """Returns the updates of a model in so many steps, also those that were skipped, as in schedule_length."""
+    """Returns the number of updates, skipped ones included, that these options plan for so many steps."""
     frozen = int(options.get("critic.policy_frozen_steps", 0)) if is_policy else 0
     return max(0, num_steps - frozen) * int(options["num_epochs"]) * int(options["num_minibatches"])
 

@@ -68,7 +68,7 @@ def test_the_router_of_lfm2_is_refused() -> None:
 
 @pytest.mark.parametrize("problem", [TypeError("forward() lacks a bias"), AttributeError("no norm_topk_prob")])
 def test_a_router_that_cannot_be_called_by_itself_is_refused(problem: Exception) -> None:
-    """Such as one that needs more than states and biases."""
+    """A router that needs more than states and biases is refused."""
     routers = routers_of(tiny_moe("qwen3_moe"))
 
     def fail(hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -67,7 +67,7 @@ def test_the_forward_uses_the_experts_of_the_pack(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
-def test_the_own_experts_of_a_router_change_nothing(name: str) -> None:
+def test_replaying_a_routers_own_experts_changes_nothing(name: str) -> None:
     model, own = policy(name), list[Tensor]()
     for router in routers_of(model.hf):
         router.module.register_forward_hook(lambda m, a, output, router=router: own.append(router.experts(output)))

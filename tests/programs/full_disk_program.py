@@ -1,4 +1,4 @@
-"""Run on 2 ranks: rank 0 cannot write a model while rank 1 waits for it; each says what it finds in its error.
+"""Run on 2 ranks: rank 0 cannot write a model while rank 1 waits for it; each writes the message that its error gives.
 
 usage: full_disk_program.py FOLDER
 """

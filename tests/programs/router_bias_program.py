@@ -1,4 +1,4 @@
-"""Lets mixtures of experts generate in bfloat16 whose routers have large biases that are nearly equal.
+"""Generates in bfloat16 with mixtures of experts whose router biases are large and nearly equal.
 
 usage: router_bias_program.py FOLDER [options of a strategy]
 """

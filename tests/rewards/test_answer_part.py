@@ -5,7 +5,7 @@ import re
 import pytest
 from linear_time import require_linear
 
-from lightrl.rewards.answer_part import answer_part, behind_thoughts, undressed
+from lightrl.rewards.answer_part import answer_part, behind_thoughts, without_commands
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_thoughts_count_only_if_nothing_follows_them() -> None:
 
 
 def test_commands_and_the_spaces_of_latex_leave_a_plain_text() -> None:
-    assert undressed(r" 3\,:~\text{4} $5$", re.compile(r"\\text\{([^{}]*)\}")) == "3 : 4 5"
+    assert without_commands(r" 3\,:~\text{4} $5$", re.compile(r"\\text\{([^{}]*)\}")) == "3 : 4 5"
 
 
 def test_long_texts_take_no_time() -> None:

@@ -10,7 +10,7 @@ from torch import Size, Tensor, nn
 
 from lightrl.config import OptimConfig, lr_scales
 
-# The parameters of several vectors: decay rates and skips of Mamba, biases (as of experts), and norms (Cohere's).
+# Parameters that hold several vectors: decay rates and skips of Mamba, biases of experts, norms per head (Cohere).
 VECTORS = ("A_log", ".D", "bias", "norm.weight")  # ends of names
 HEAD_NAMES = ("value_head", "v_head", "critic_head", "score")  # modules that are a value head
 

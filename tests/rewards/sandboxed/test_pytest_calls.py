@@ -98,7 +98,7 @@ def test_a_test_gets_its_values(
     assert scope["seen"] == seen
 
 
-def test_a_module_may_be_set_up_as_unittest_does() -> None:
+def test_set_up_module_runs_before_the_tests() -> None:
     scope: dict[str, Any] = {}
     exec("seen = []\ndef setUpModule(): seen.append('module')\ndef test_it(): seen.append('it')", scope)
     call(scope, "test_it")

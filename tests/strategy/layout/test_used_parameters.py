@@ -1,4 +1,4 @@
-"""Sharded models of which each rank uses other parameters, or that have parts that never run."""
+"""Sharded models whose ranks use different parameters, or with parts that never run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plain_training() -> tuple[list[str], dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("units", ["Layer", ""])
 def test_experts_that_other_ranks_use_and_parts_that_nobody_runs(tmp_path: Path, units: str) -> None:
-    """Without names of units (''), members of lists are units, but not experts: other ranks would not gather them."""
+    """With units '', members of lists become units, except experts, which other ranks would not gather."""
     printed = run_spmd(program.__file__, str(tmp_path / "weights.pt"), units, world_size=2, timeout_s=100)
     norms, weights = plain_training()
     assert [line for line in printed.splitlines() if line.startswith("norm")] == norms

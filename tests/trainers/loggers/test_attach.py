@@ -107,7 +107,7 @@ class Awaiting(Unclosed):
 
 
 class Lazy(Unclosed):
-    """Has methods that are no functions of the class, which only a call can tell right or wrong."""
+    """Its methods are not plain functions, so only a call shows whether they are right."""
 
     log = staticmethod(lambda step, metrics: None)  # type: ignore[assignment]
     close = staticmethod(lambda: None)
