@@ -307,7 +307,7 @@ SAMPLE = Completion(
         (["a text"], "RecordingEngine returned 'a text', which is no Completion of a running request"),
         (
             [replace(SAMPLE, logprobs=(-1.0,))],
-            r"a Completion of request 0, sample 0 .* \(2 and 1 and 2 entries\). Each must be a tuple with one entry per token: ids",
+            r"a Completion of request 0, sample 0 .* \(2 and 1 and 2 entries\). Each must be a tuple with one entry",
         ),
         ([replace(SAMPLE, logprobs=(-1.0, math.nan))], r"logprobs=\(-1.0, nan\).* finite log-prob"),
         ([replace(SAMPLE, logprobs=(-1.0, None))], r"logprobs=\(-1.0, None\).* finite log-prob"),
