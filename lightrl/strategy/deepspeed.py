@@ -24,6 +24,7 @@ from lightrl.models.per_sequence import RUNS_APART
 from lightrl.strategy.layout.materialize import broadcast_buffers, broadcast_from_main
 from lightrl.strategy.layout.meshes import ensure_process_group
 from lightrl.strategy.layout.zero import ENGINE, DataclassOutputs, ParametersToPartition, ZeroLayout
+from lightrl.strategy.layout.zero_gradients import OrderedGradients, fill_up
 from lightrl.strategy.optim.value_head import drop_frozen_gradients, steps_left
 from lightrl.strategy.torch_native import TorchStrategy
 
@@ -125,6 +126,8 @@ class DeepSpeedStrategy(TorchStrategy):
         )
         model.train(was_training)
         model.__dict__[ENGINE] = engine
+        if self.stage == 2:
+            engine.gradients = OrderedGradients(model, engine)
         if _OUTPUTS in model.__dict__:
             engine.restore_hook = model.register_forward_hook(model.__dict__[_OUTPUTS].restore)
 
@@ -178,6 +181,8 @@ class DeepSpeedStrategy(TorchStrategy):
             engine.optimizer.backward_prologue()
             engine.optimizer.enter_backward()
         engine.backward(loss, scale_wrt_gas=False)
+        if self.stage == 2:
+            engine.gradients.finish_backward()
 
     def reduce_gradients(self, model: nn.Module, parameters: list[Tensor]) -> None:
         """Reduces gradients at stage 0; at the other stages, the backward or step() reduces them."""
@@ -192,6 +197,8 @@ class DeepSpeedStrategy(TorchStrategy):
         engine = _engine_of(model)
         zero = engine.optimizer
         zero.clip_grad = self.max_norm or 0.0
+        if self.stage == 1:
+            fill_up(parameter for group in zero.bit16_groups for parameter in group)
         zero.override_loss_scale(divisor)  # what the gradients are divided by
         engine.step()  # skips on every rank, and clears up, if the norm over all ranks is not finite
         zero.override_loss_scale(1.0)  # it would also multiply the next loss
