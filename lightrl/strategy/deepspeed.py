@@ -178,6 +178,7 @@ class DeepSpeedStrategy(TorchStrategy):
             # engine.forward() would do this with hooks on the outputs, but here the model is called, not the engine:
             # https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/runtime/engine.py
             engine.optimizer.clear_backward_seen_flag()
+            engine.optimizer.set_gradient_accumulation_boundary(False)  # this is in step()
             engine.optimizer.backward_prologue()
             engine.optimizer.enter_backward()
         engine.backward(loss, scale_wrt_gas=False)

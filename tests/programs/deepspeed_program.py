@@ -130,6 +130,24 @@ def check_reference_without_gradients_is_sharded():
     )
 
 
+def check_gradients_of_several_buckets(**settings):
+    """Buckets that are full before the end of a backward count in every micro-batch."""
+
+    def model():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(*[torch.nn.Linear(300, 300) for _ in range(6)])  # a bucket takes two of them
+
+    data = [torch.randn(2, 300, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    reference = model()
+    reference(torch.cat(data)).square().mean().backward()
+    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e9)
+    strategy = make(bucket_mb=1, **settings)
+    trained = strategy.prepare_trained(model()).model
+    mine = data[strategy.comm.rank :: 2]
+    result = strategy.train_batch(mine, lambda output, _: output.square().mean(), len, model=trained)
+    assert_close(result.grad_norm, float(expected), atol=0, rtol=1e-5)
+
+
 def check_no_optimizer_is_told(stage):
     strategy = make(zero_stage=stage)
     policy = strategy.prepare_model(tiny.tiny_policy())
@@ -150,6 +168,8 @@ if __name__ == "__main__":
         check_bfloat16(stage)
         check_critic_warmup(stage)
         check_no_optimizer_is_told(stage)
+    for stage in (1, 2, 3):
+        check_gradients_of_several_buckets(zero_stage=stage, offload_optimizer=True)
     check_persistent_parameters_are_loaded(sys.argv[1])
     check_reference_without_gradients_is_sharded()
     make().close()
