@@ -68,21 +68,6 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
 
 
-def thaw() -> None:
-    """Trains a layer that was frozen in the first forward, as adapters are that a reference switches off."""
-    strategy = FSDPStrategy(0, 0.0, 1, 2)
-    strategy.setup_distributed()
-    model = strategy.prepare_model(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-    strategy.register(model, optimizer_of(model))
-    model.requires_grad_(False)
-    with torch.no_grad():
-        model(torch.ones(1, 2))
-    model.requires_grad_(True)
-    result = strategy.train_batch([torch.ones(1, 2)], lambda outputs, _: loss_of(outputs), len)
-    print(f"norm {result.grad_norm:.5f}", flush=True)
-    strategy.close()
-
-
 def main(strategy: StrategyBase, path: str, units: list[str], *, updates: Sequence[Any] = UPDATES) -> None:
     strategy.setup_distributed()
     model: nn.Module = Mixture(units)
@@ -108,9 +93,6 @@ def zero_strategy(stage: int, offload: bool) -> StrategyBase:
 
 if __name__ == "__main__":
     path, units, *options = sys.argv[1:]
-    if options == ["--thaw"]:
-        thaw()
-        sys.exit()
     if options[:1] == ["--zero"]:
         strategy = zero_strategy(int(options[1]), "--offload" in options)
     else:

@@ -17,8 +17,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from lightrl.comm import Comm
+from lightrl.models.critic import Critic
+from lightrl.models.policy import Policy
+from lightrl.models.reward_model import RewardModel
 
 _SUMS_UNUSED = "set_reduce_scatter_unused_params"  # a method of FSDPModule since torch 2.13
+_UNUSED, _UNKNOWN, _USED = range(3)  # whether a parameter got a gradient; the largest of all ranks counts
 
 
 class UsedParameters:
@@ -34,7 +38,7 @@ class UsedParameters:
         self._sums_unused = hasattr(model, _SUMS_UNUSED)
         if self._sums_unused:
             getattr(model, _SUMS_UNUSED)(True)
-        self._may_choose = not self._sums_unused or _has_separate_experts(model)
+        self._may_choose = not self._sums_unused or not _runs_whole(model)
         self._all_used = False  # whether ranks have agreed, in any update, that each parameter had a gradient
         for unit in self._idle:
             first_run = partial(self._first_run, dict(unit.named_parameters()))
@@ -65,24 +69,29 @@ class UsedParameters:
         """Drops gradients that no rank has, which FSDP fills with zeros, and starts anew for the next update.
 
         Momentum and weight decay would move their parameters, unlike in one process. Ranks no longer ask each other
-        after an update that used every parameter, unless the model chooses among experts: it costs a reduction.
+        after an update that used every parameter of a model that runs as a whole: it costs a reduction.
         """
         if self._all_used and not self._may_choose:
             return
-        own = torch.tensor([item in self._used or item not in self._watched for item in parameters]).int()
+        own = torch.tensor([self._use_of(parameter) for parameter in parameters])
         self._used.clear()
-        is_used = comm.all_reduce(own, "max").tolist()
-        self._all_used = self._all_used or all(is_used)
+        anywhere = comm.all_reduce(own, "max").tolist()
+        self._all_used = self._all_used or set(anywhere) == {_USED}
         if not self._sums_unused:
-            self._require_same(parameters, own.tolist(), is_used, comm)
-        for parameter, used in zip(parameters, is_used, strict=True):
-            if not used:
+            self._require_same(parameters, own.tolist(), anywhere, comm)
+        for parameter, use in zip(parameters, anywhere, strict=True):
+            if use == _UNUSED:
                 parameter.grad = None
 
-    def _require_same(self, parameters: list[Tensor], own: list[int], is_used: list[int], comm: Comm) -> None:
+    def _use_of(self, parameter: Tensor) -> int:
+        if parameter in self._watched:
+            return _USED if parameter in self._used else _UNUSED
+        return _UNKNOWN  # frozen in the first run, or of a unit that has not run
+
+    def _require_same(self, parameters: list[Tensor], own: list[int], anywhere: list[int], comm: Comm) -> None:
         """Raises RuntimeError on every rank if FSDP has just added up gradients of different parameters."""
         names = [self._names.get(parameter, "") for parameter in parameters]
-        missing = [name for name, *used in zip(names, own, is_used, strict=True) if used == [0, 1]]
+        missing = [name for name, *use in zip(names, own, anywhere, strict=True) if use == [_UNUSED, _USED]]
         found = [theirs[0] for theirs in comm.all_gather_object(missing) if theirs]
         if found:
             raise RuntimeError(
@@ -91,6 +100,9 @@ class UsedParameters:
             )
 
 
-def _has_separate_experts(model: nn.Module) -> bool:
+def _runs_whole(model: nn.Module) -> bool:
+    """Returns whether each forward uses every parameter; other modules than lightrl's may have parts that rest."""
+    if not isinstance(model, Policy | Critic | RewardModel):
+        return False
     lists = (name for name, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.ModuleDict))
-    return any("expert" in name for name in lists)
+    return not any("expert" in name for name in lists)  # each an expert of its own, which only some tokens choose

@@ -56,8 +56,8 @@ class OrderedGradients:
 
     def finish_backward(self) -> None:
         """Reduces the remaining gradients and zeros for missing ones; every rank must call this after a backward."""
-        fill_up(parameter for parameter, _ in self._order[self._next :])
         for place in range(self._next, len(self._order)):
+            fill_up([self._order[place][0]])  # one at a time: the reduction moves it into a bucket
             self._reduce(place)
         self._next = 0
         self._engine.allreduce_gradients()

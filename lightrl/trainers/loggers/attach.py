@@ -110,6 +110,8 @@ def _made(name: str, kind: Any, run: LoggedRun) -> Logger:
     made = kind(run)
     if not all(callable(getattr(made, method, None)) for method in ("log", "close")):
         raise LateMistakeError(f"The logger {name!r} returned {made!r:.80}, which has no log() or no close(). {_FORM}")
+    if not inspect.isclass(kind):  # the methods of a class were checked before the run
+        _require_calls(type(made))
     return made  # type: ignore[no-any-return]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import resting_program as resting
 import torch
 import unused_program as program
 from torch.testing import assert_close
@@ -37,10 +38,19 @@ def test_experts_that_other_ranks_use_and_parts_that_nobody_runs(tmp_path: Path,
         assert_close(found[name], expected, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_what_was_frozen_in_the_first_forward_trains_later() -> None:
-    printed = run_spmd(program.__file__, "", "", "--thaw", world_size=2, timeout_s=100)
+def test_parts_that_rest_keep_their_weights_and_what_was_frozen_at_first_trains(tmp_path: Path) -> None:
+    printed = run_spmd(resting.__file__, str(tmp_path / "weights.pt"), world_size=2, timeout_s=100)
+    model = resting.Resting()
+    optimizer = program.optimizer_of(model)
+    for samples in resting.UPDATES:
+        program.loss_of(model(torch.tensor(samples))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = torch.load(tmp_path / "weights.pt", weights_only=True)
+    for name, expected in model.named_parameters():
+        assert_close(found[name], expected.detach(), msg=lambda text, name=name: f"{name}: {text}")
     norms = [float(line.split()[1]) for line in printed.splitlines() if line.startswith("norm")]
-    assert len(norms) == 2
+    assert len(norms) == 2  # of the layers that were frozen
     assert all(norm > 0 for norm in norms)
 
 
