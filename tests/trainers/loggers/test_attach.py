@@ -155,6 +155,12 @@ def test_a_function_that_makes_no_logger_is_refused_before_the_first_step(
         Loggers(trainer_of(tmp_path, "own_loggers:make"))
 
 
+def test_what_a_function_makes_must_not_be_async_either(tmp_path: Path, noted: str) -> None:
+    sys.modules["own_loggers"].make = lambda run: Awaiting(run)  # type: ignore[attr-defined]
+    with pytest.raises(LateMistakeError, match=r"Awaiting.log is async"):
+        Loggers(trainer_of(tmp_path, "own_loggers:make"))
+
+
 def test_other_ranks_have_none(tmp_path: Path, noted: str) -> None:
     loggers = Loggers(trainer_of(tmp_path, noted, rank=1))
     loggers.after_metrics(4, {"loss": 0.5})
