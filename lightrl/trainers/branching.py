@@ -89,8 +89,9 @@ def require_continuable(checkpoint: Path, config: RunConfig) -> None:
     for name, reason in _IN_CHECKPOINTS.items():
         old, new = before.get(name), now.get(name)
         is_changed = old not in (None, new) and (name in now or old)  # GRPO ignores a separate critic
-        is_left = _is_left_to_the_load(name, before, now) or (name == "seed" and _draws_without_seed(checkpoint))
-        if is_changed and not is_left:
+        if not is_changed or _is_left_to_the_load(name, before, now):
+            continue
+        if name != "seed" or not _draws_without_seed(checkpoint):
             raise _is_fixed(checkpoint, name, old, new if name in now else None, reason)
 
 

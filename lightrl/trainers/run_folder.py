@@ -19,8 +19,8 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
+from functools import reduce
 from itertools import chain, count
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ _WHOLE = 64 << 20  # bytes that are hashed: a small file whole, blocks from all 
 _BLOCKS = 64
 # package.module:function or path/to/file.py:function, even inside name=[module:one, module:two].
 _OBJECT = re.compile(r"([^\s=,:\[\]][^=,:\[\]]*):[A-Za-z_]\w*")
-# Options of a run with rollouts that may name code on which its steps depend.
+# Options that may name code on which the steps of a run depend; a kind of run may lack some.
 _NAMING = (
     *("strategy", "engine", "reward", "rollout.workflow", "rollout.workflow_args", "rollout.filter", "data.curriculum"),
     *(f"algorithm.{kind}" for kind in ("advantage", "loss", "aggregation", "correction", "kl_estimator")),
@@ -369,10 +369,10 @@ def _data_files(config: TrainerConfig) -> Iterator[Path]:
             yield from files_of(part.name)
 
 
-def _code_files(config: RunConfig) -> Iterator[Path]:
+def _code_files(config: Any) -> Iterator[Path]:
     """Yields the source files of a user's code on which the run's steps depend."""
-    values = attrgetter(*_NAMING)(config) if isinstance(config, RolloutConfig) else (config.strategy,)
-    texts = chain.from_iterable((value,) if isinstance(value, str) else value for value in values)
+    values = (reduce(lambda part, name: getattr(part, name, ""), option.split("."), config) for option in _NAMING)
+    texts = chain.from_iterable([value] if isinstance(value, str) else value for value in values)
     yield from filter(None, map(_file_of, chain.from_iterable(map(_OBJECT.findall, texts))))
 
 
