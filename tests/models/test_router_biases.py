@@ -36,7 +36,7 @@ def test_one_process_chooses_experts_by_exact_biases(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_fsdp_chooses_experts_by_exact_biases(tmp_path: Path) -> None:
     run_spmd(program.__file__, str(tmp_path), "--strategy", "fsdp", world_size=2, timeout_s=400)
-    check(torch.load(tmp_path / "found.pt"), tmp_path)
+    check(torch.load(tmp_path / "found.pt", weights_only=True), tmp_path)
 
 
 @pytest.mark.parametrize("family", sorted(BIASED))
