@@ -147,6 +147,22 @@ def test_a_template_that_rewrites_earlier_turns_is_told() -> None:
     assert build({"messages": messages}, letters(FORGETFUL), train_on="last").endswith("assistant\n[#d<|end|>]")
 
 
+def test_a_template_that_ends_the_whole_conversation_with_the_end_token_is_read() -> None:
+    """As those of Phi-3 and Phi-4-mini."""
+    end = "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+    phi = CHATML + end
+    messages = [user("a"), assistant("b"), user("c"), assistant("d")]
+    head, middle = "<|start|>user\na<|end|>\n<|start|>assistant\n", "\n<|start|>user\nc<|end|>\n<|start|>assistant\n"
+    assert build({"messages": messages}, letters(phi)) == f"{head}[b<|end|>]{middle}[d<|end|>\n</s>]"
+    last = build({"messages": messages}, letters(phi), train_on="last")
+    assert last == f"{head}b<|end|>{middle}[d<|end|>\n</s>]"
+    with pytest.raises(ValueError, match="data.jsonl:1: the chat template renders the assistant's turn 1 otherwise"):
+        build({"messages": messages}, letters(FORGETFUL + end))
+    harmony = CHATML.replace("<|end|>", "{% if loop.last and m.role == 'assistant' %}</s>{% else %}<|end|>{% endif %}")
+    with pytest.raises(ValueError, match="data.jsonl:1: the chat template renders the assistant's turn 1 otherwise"):
+        build({"messages": messages}, letters(harmony))
+
+
 def test_a_template_whose_generation_prompt_begins_no_turn_is_told() -> None:
     thinking = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
     text = r"data.jsonl:1: the chat template does not begin the assistant's turn 1 .* '<\|start\|>assistant\\n<think>'"
