@@ -12,7 +12,14 @@ from lightrl.data.json_records import LocatedRecord, Record, field_names
 from lightrl.data.media_fields import MediaFields, with_media
 from lightrl.data.prompts import ChatTemplateUse, require_message, shorten, tokenize_raw
 from lightrl.data.streamed import make_each, select
-from lightrl.models.chat_text import called_names, render, tools_of, warn_of_thoughts
+from lightrl.models.chat_text import (
+    called_names,
+    render,
+    tools_of,
+    warn_of_lost_answer,
+    warn_of_lost_messages,
+    warn_of_thoughts,
+)
 from lightrl.records import Answer, Example, Prompt, inner_value
 
 if TYPE_CHECKING:
@@ -187,6 +194,7 @@ class ExampleBuilder:
             messages = self._media.in_parts(messages, record, field)
             _refuse_media_behind(messages[turns[-1] + 1 :], where)
         text = self._render(messages[: turns[-1] + 1], tools, where)
+        warn_of_lost_messages(messages[: turns[-1]], text, where)
         parts: list[str] = []
         done = 0
         for turn in turns if train_on == "all" else turns[-1:]:
@@ -204,6 +212,7 @@ class ExampleBuilder:
                 )
             _require_calls(messages[turn], after[len(before) :], turn, where)
             warn_of_thoughts(messages[turn], after[len(before) :], where)
+            warn_of_lost_answer(messages[turn], after[len(before) :], where)
             parts += [text[done : len(before)], after[len(before) :]]
             done = len(after)
         if self._is_scored:

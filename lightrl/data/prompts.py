@@ -17,7 +17,7 @@ from lightrl.data.mixture import files_of, parts_of
 from lightrl.data.reasoning_tasks import PREFIX, reasoning_records
 from lightrl.data.record_files import ACCEPTED_SOURCES, load_from_disk, load_from_hub
 from lightrl.data.streamed import Streamed, chain, make_each, select
-from lightrl.models.chat_text import render, tools_of, with_readable_calls
+from lightrl.models.chat_text import render, tools_of, warn_of_lost_messages, with_readable_calls
 from lightrl.records import Prompt, inner_value
 
 if TYPE_CHECKING:
@@ -228,9 +228,11 @@ def _render(
     if media is not None and media.processor:
         messages = media.in_parts(messages, record, field)
     try:
-        return render(renderer, messages, tools_of(record, where), add_generation_prompt=True)
+        text = render(renderer, messages, tools_of(record, where), add_generation_prompt=True)
     except Exception as error:  # a template raises what it likes, for roles that do not alternate for example
         raise ValueError(f"{where}: the tokenizer's chat template refuses {field!r}: {error}") from error
+    warn_of_lost_messages(messages, text, where)
+    return text
 
 
 def tokenize(text: str, tokenizer: PreTrainedTokenizerBase, where: str, *, is_raw: bool) -> list[int]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields of a message, of which a template reads one or none
+_WORD = re.compile(r"\w+")
 _WARNED_OF: set[str] = set()  # data sets and the warnings that have been given for them
 
 
@@ -63,6 +65,45 @@ def warn_of_thoughts(message: Mapping[str, Any], rendered: str, where: str) -> N
                 "may be alike.",
                 *(where, field),
             )
+
+
+def warn_of_lost_messages(messages: Iterable[Mapping[str, Any]], rendered: str, where: str) -> None:
+    """Warns of a message whose text a template has left out, as many do with roles that they do not know.
+
+    Answers are not looked at: templates leave out thoughts, and some leave out what is said beside a tool call.
+
+    where: the record's place, such as data.jsonl:1, or "an episode".
+    """
+    for message in messages:
+        if message.get("role") != "assistant" and _is_lost(_text_of(message.get("content")), rendered):
+            _warn_once(
+                "%s: the chat template leaves out the text of a message of the role %r, so that the model never reads "
+                "it. Give the text to a role that the template writes there, such as user, or use a template that "
+                "writes this one (--data.chat_template_file). Other messages may be alike.",
+                *(where, message.get("role")),
+            )
+
+
+def warn_of_lost_answer(message: Mapping[str, Any], rendered: str, where: str) -> None:
+    """Warns of an answer to learn whose text a template has left out, except for a thought before it."""
+    answer = _text_of(message.get("content")).rpartition("</think>")[2]
+    if _is_lost(answer, rendered):
+        _warn_once(
+            "%s: the chat template leaves out the answer %.80r, so it is not learned. Use a template that writes it "
+            "(--data.chat_template_file). Other records may be alike.",
+            *(where, answer.strip()),
+        )
+
+
+def _is_lost(text: str, rendered: str) -> bool:
+    """Returns whether no part of a text is in a rendered one. Templates trim texts, or write them as JSON."""
+    return text not in rendered and max(_WORD.findall(text), key=len, default="") not in rendered
+
+
+def _text_of(content: Any) -> str:
+    if isinstance(content, list):
+        return " ".join(part["text"] for part in content if isinstance(part, Mapping) and part.get("type") == "text")
+    return content if isinstance(content, str) else ""
 
 
 def _warn_of_tools(where: str, tools: object) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrl.comm import Comm
-from lightrl.models.chat_text import render, tools_of
+from lightrl.models.chat_text import render, tools_of, warn_of_lost_messages
 from lightrl.models.option_names import naming
 from lightrl.models.policy import check_model_folder, load_config, load_tokenizer, response_batch, stated_context
 from lightrl.models.reward_model import check_reward_scores, load_reward_model
@@ -124,6 +124,7 @@ class ModelReward:
         if self._renders and sample.prompt.messages:
             messages = [*map(dict, sample.prompt.messages), {"role": "assistant", "content": sample.text}]
             text = render(self._tokenizer, messages, tools_of(sample.prompt.fields))
+            warn_of_lost_messages(messages, text, "the reward model's prompts")
             return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         if self._shares_tokenizer:
             ids = [*sample.prompt_ids, *sample.response_ids]

@@ -12,7 +12,7 @@ from lightrl.config.adapters import POLICY
 from lightrl.data.prompts import tokenize
 from lightrl.engines.base import EnginePrompt, SamplingParams
 from lightrl.engines.stop_strings import stop_tokens
-from lightrl.models.chat_text import render
+from lightrl.models.chat_text import render, warn_of_lost_messages
 from lightrl.models.multimodal import MediaProcessor
 from lightrl.records import Prompt
 from lightrl.rollout.driver import EpisodeDriver
@@ -259,6 +259,7 @@ class EngineClient:
         if not shown.renderer.chat_template:
             return self.encode("".join(message["content"] for message in messages))
         behind = text_behind_answer(self.tokenizer, shown.messages, shown.renderer)
+        warn_of_lost_messages(shown.messages, behind, "an episode")
         ending = self.tokenizer.decode(after.token_ids[-1:], skip_special_tokens=False) if after.token_ids else ""
         if after.finish_reason == "stop" and ending and behind.startswith(ending):
             behind = behind[len(ending) :]
@@ -269,7 +270,9 @@ class EngineClient:
     ) -> Sequence[int]:
         """Returns the tokens of a conversation up to the policy's first turn, with tools described to it."""
         shown = shown_in(messages, self.tokenizer, self.media)
-        return shown.placed(self.encode(chat_text(shown.renderer, shown.messages, tools=tools)))
+        text = chat_text(shown.renderer, shown.messages, tools=tools)
+        warn_of_lost_messages(shown.messages, text, "an episode")
+        return shown.placed(self.encode(text))
 
 
 def chat_text(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]]) -> str:

@@ -121,3 +121,49 @@ def test_tools_that_describe_none_are_told_once(caplog: pytest.LogCaptureFixture
         prompts = build_prompts(records, tokenizer, max_prompt_tokens=99)
         assert [prompt.text for prompt in prompts] == ["u:q;a:"] * 2
         assert caplog.text.count("data.jsonl:1: 'tools' is") == caplog.text.count("'tools' is") == 1
+
+
+# Of Phi-3 at first, and of many others: a message of any other role than these two is left out.
+TWO_ROLES = (
+    "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.role[0] }}:{{ m.content | trim }};{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "tool"])
+def test_a_message_that_the_template_leaves_out_is_told_once(role: str, caplog: pytest.LogCaptureFixture) -> None:
+    chat_text_module._WARNED_OF.clear()
+    turns = [{"role": role, "content": "be brief"}, {"role": "user", "content": "q"}]
+    records = [({"messages": turns}, f"data.jsonl:{line}") for line in (1, 2)]
+    assert [prompt.text for prompt in build_prompts(records, letters(TWO_ROLES), max_prompt_tokens=99)] == [
+        "u:q;a:"
+    ] * 2
+    assert (
+        caplog.text.count(f"data.jsonl:1: the chat template leaves out the text of a message of the role {role!r}") == 1
+    )
+    assert caplog.text.count("leaves out") == 1
+    chat_text_module._WARNED_OF.clear()
+    assert build({"messages": [*turns, {"role": "assistant", "content": "x"}]}, letters(TWO_ROLES)) == "u:q;a:[x;</s>]"
+    assert caplog.text.count("leaves out") == 2
+
+
+def test_a_text_that_the_template_rewrites_is_not_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    chat_text_module._WARNED_OF.clear()
+    as_json = TWO_ROLES.replace("m.content | trim", "m.content | tojson")  # as Llama 3.1 writes the answers of tools
+    for template in (TWO_ROLES, as_json):
+        for text in (" q ", 'say "no" or "yes"', "?!", "   "):
+            record = {"messages": [{"role": "user", "content": text}]}
+            assert build_prompts([(record, "data.jsonl:1")], letters(template), max_prompt_tokens=99)
+    build({"prompt": "q", "response": " x "}, letters(TWO_ROLES))
+    drops = TWO_ROLES.replace("{{ m.content | trim }}", "{{ m.content.split('</think>')[-1] }}")
+    assert build({"prompt": "q", "response": "<think>why</think>x"}, letters(drops)) == "u:q;a:[x;</s>]"
+    assert "leaves out" not in caplog.text
+
+
+def test_an_answer_that_the_template_leaves_out_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """As do templates that read a list of parts, and nothing from a text."""
+    chat_text_module._WARNED_OF.clear()
+    parts = TWO_ROLES.replace("{{ m.content | trim }}", "{% for p in m.content %}{{ p.text }}{% endfor %}")
+    assert build({"prompt": "q", "response": "yes"}, letters(parts)) == "u:;a:[;</s>]"
+    assert "data.jsonl:1: the chat template leaves out the answer 'yes', so it is not learned" in caplog.text
+    assert "leaves out the text of a message of the role 'user'" in caplog.text

@@ -105,7 +105,9 @@ def test_with_the_policys_tokenizer_its_tokens_are_taken_and_else_made_anew(fold
     assert ids_of(reward, sample) == [*reward._tokenizer("1+2=3")["input_ids"], end]
 
 
-def test_a_template_of_the_models_own_renders_the_conversation(folder: Path, tmp_path: Path) -> None:
+def test_a_template_of_the_models_own_renders_the_conversation(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     import shutil
     from dataclasses import replace
 
@@ -119,6 +121,10 @@ def test_a_template_of_the_models_own_renders_the_conversation(folder: Path, tmp
     assert ids_of(reward, sample) == tokenizer("+34=7<eos>")["input_ids"]
     described = replace(sample, prompt=replace(sample.prompt, fields={"tools": [{"name": "f"}]}))
     assert ids_of(reward, described) == tokenizer("1+34=7<eos>")["input_ids"]
+    assert "leaves out" not in caplog.text
+    reward._tokenizer.chat_template = TEMPLATE.replace("in messages", "in messages if m.role == 'assistant'")
+    assert ids_of(reward, sample) == tokenizer("=7<eos>")["input_ids"]
+    assert "the reward model's prompts: the chat template leaves out the text of a message of the role" in caplog.text
     with pytest.raises(ValueError, match="chat_template is always, and the tokenizer in .* has no template"):
         ModelReward(path=str(folder), chat_template="always")
 

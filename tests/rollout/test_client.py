@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import lightrl.models.chat_text as chat_text_module
 from lightrl.builtin.model import builtin_tokenizer
 from lightrl.engines.base import Completion, EnginePrompt, SamplingParams
 from lightrl.rollout.client import EngineClient, EpisodeLimits, text_behind_answer
@@ -170,6 +171,20 @@ def test_odd_messages_and_named_templates_continue_a_chat_too() -> None:
     named.chat_template = {"default": CHATML, "tool_use": "{{ tools }}"}
     answer = {"role": "tool", "content": "3"}
     assert text_behind_answer(named, [answer]) == "<eos>+<tool>3<eos>+<assistant>"
+
+
+def test_a_reply_that_the_template_leaves_out_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    mine = client(Recorder())
+    mine.tokenizer = ChatTokenizer(CHATML.replace("in messages", "in messages if m.role != 'tool'"))
+    told = "an episode: the chat template leaves out the text of a message of the role 'tool'"
+    chat_text_module._WARNED_OF.clear()
+    for _ in range(2):
+        heard = mine.encode_reply("why?", role="tool", after=said(7, 1))
+        assert "".join(map(chr, heard)) == "+<assistant>"
+    assert caplog.text.count(told) == 1
+    chat_text_module._WARNED_OF.clear()
+    mine.encode_prompt([{"role": "user", "content": "q"}, {"role": "tool", "content": "why?"}], tools=[])
+    assert caplog.text.count(told) == 2
 
 
 def test_a_template_that_drops_answers_is_refused() -> None:
