@@ -10,8 +10,9 @@ from torch import Size, Tensor, nn
 
 from lightrl.config import OptimConfig, lr_scales
 
-# Parameters that hold several vectors: decay rates and skips of Mamba, biases of experts, norms per head (Cohere).
-VECTORS = ("A_log", ".D", "bias", "norm.weight")  # ends of names
+# Parameters that hold several vectors, or one in the shape of a matrix: decay rates and skips of Mamba, biases of
+# experts, norms per head (Cohere), shares of the token before (RWKV, [1, 1, hidden]).
+VECTORS = ("A_log", ".D", "bias", "norm.weight", "time_mix_key", "time_mix_value", "time_mix_receptance")  # name ends
 HEAD_NAMES = ("value_head", "v_head", "critic_head", "score")  # modules that are a value head
 
 

@@ -52,6 +52,7 @@ class Stacked(nn.Module):
         block = nn.Module()
         for name in ("A_log", "D", "down_proj_bias", "down_proj", "bias_proj", "LORA_D"):
             block.register_parameter(name, nn.Parameter(torch.zeros(2, 2)))
+        block.time_mix_key = nn.Parameter(torch.zeros(1, 1, 2))  # of RWKV
         block.q_norm = nn.LayerNorm((2, 2), bias=False)  # with a vector for each head, as in Cohere's Command R+
         self.layers = nn.ModuleList([block])
 
@@ -59,7 +60,7 @@ class Stacked(nn.Module):
 @pytest.mark.parametrize("settings", [{}, {"name": "muon"}, {"decay_embeddings": False}])
 def test_vectors_that_are_stored_as_a_matrix_are_vectors(settings: dict[str, Any]) -> None:
     matrices = [f"layers.0.{name}" for name in ("down_proj", "bias_proj", "LORA_D")]
-    vectors = [f"layers.0.{name}" for name in ("A_log", "D", "down_proj_bias", "q_norm.weight")]
+    vectors = [f"layers.0.{name}" for name in ("A_log", "D", "down_proj_bias", "time_mix_key", "q_norm.weight")]
     groups = described(Stacked(), **settings)
     assert sorted(groups) == sorted([(matrices, 1.0, 0.1), (vectors, 1.0, 0.0)])
 
