@@ -30,11 +30,11 @@ class StoreLink:
         version: int,
         rewards: tuple[float, ...] = (1.0,),
         *,
-        status: Status = Status.COMPLETED,
+        statuses: Sequence[Status] = (Status.COMPLETED,),
         statistics: Mapping[str, tuple[str, float, float]] | None = None,
         failure: str = "",
     ) -> None:
-        """Finishes a group of one-token samples, whose failed episodes report `failure`."""
+        """Finishes a group of one-token samples, which take turns in the statuses; failed episodes report `failure`."""
         samples = tuple(
             made_sample(
                 prompt=PROMPT,
@@ -44,7 +44,7 @@ class StoreLink:
                 versions=(version,),
                 ticket=number,
                 start_version=version,
-                status=status,
+                status=statuses[index % len(statuses)],
             )
             for index in range(len(rewards))
         )
@@ -89,9 +89,11 @@ class StoreLink:
 class EagerLink(StoreLink):
     """A link whose other end finishes a group as soon as it may start one: within `limit` and what was dropped."""
 
-    def __init__(self, rewards: Sequence[tuple[float, ...]], limit: int, status: Status = Status.COMPLETED) -> None:
+    def __init__(
+        self, rewards: Sequence[tuple[float, ...]], limit: int, statuses: Sequence[Status] = (Status.COMPLETED,)
+    ) -> None:
         super().__init__()
-        self._rewards, self._limit, self._status = rewards, limit, status
+        self._rewards, self._limit, self._statuses = rewards, limit, statuses
         self.version = 0
 
     def allowed(self) -> int:
@@ -103,7 +105,9 @@ class EagerLink(StoreLink):
             number, rewards = self.num_claimed, self._rewards[self.num_claimed]
             self.start(self.version)
             statistics = {"reward/mean": ("mean", sum(rewards), float(len(rewards)))}
-            self.finish(number, self.version, rewards, status=self._status, statistics=statistics, failure="on fire")
+            self.finish(
+                *(number, self.version, rewards), statuses=self._statuses, statistics=statistics, failure="on fire"
+            )
 
     def wait(self, is_done: Callable[[], bool], what: str) -> None:
         for _ in range(100):

@@ -10,6 +10,7 @@ from lightrl.records import Status
 from lightrl.rewards.scoring import RewardError
 from lightrl.rollout.bounded_collector import BoundedCollector, Tickets
 from lightrl.rollout.recorded_schedule import ScheduleLog
+from lightrl.rollout.sample_messages import to_bytes
 
 
 def test_used_tickets_are_a_number_and_what_is_beyond_it():
@@ -32,7 +33,7 @@ class FinishedLink(StoreLink):
         for number in (1, 0):
             self.start(0)
             statistics = {"reward/failures": ("sum", failures, 0.0)}
-            self.finish(number, 0, status=status, statistics=statistics, failure="on fire")
+            self.finish(number, 0, statuses=[status], statistics=statistics, failure="on fire")
 
 
 def collector(link, folder, used=None, **options):
@@ -109,6 +110,19 @@ def test_a_checkpoint_can_be_taken_while_a_group_starts_and_finishes(tmp_path):
     made = collector(link, tmp_path)
     assert made._tickets.state_dict()["finished"] == []
     assert [item["ticket"] for item in made._tickets.state_dict()["finished"]] == [0]
+
+
+class FinishingLink(FinishedLink):
+    """A link whose other end still has a group running when it is asked, and has finished it a moment later."""
+
+    def answers(self):
+        return [to_bytes([{"ticket": 1, "version": 0, "done": [], "partials": []}])]
+
+
+def test_a_group_that_finishes_while_a_checkpoint_is_taken_is_in_it_once(tmp_path):
+    made = collector(FinishingLink(failures=0.0), tmp_path)
+    state = made._tickets.state_dict()
+    assert ([item["ticket"] for item in state["finished"]], state["running"]) == ([0, 1], [])
 
 
 class FullLink(RacingLink):

@@ -82,6 +82,12 @@ def test_a_filter_is_asked_once_about_each_group_that_waits(tmp_path):
 
 
 def test_failed_episodes_are_no_matter_of_the_filter(tmp_path):
-    made, _ = collector(EagerLink([SAME] * 4, limit=4, status=Status.FAILED), tmp_path)
+    made, _ = collector(EagerLink([SAME] * 4, limit=4, statuses=[Status.FAILED]), tmp_path)
     with pytest.raises(RuntimeError, match=r"Every episode of the step has failed. The first:\non fire"):
         step_of(made, 0)
+
+
+def test_a_group_of_which_one_episode_failed_is_judged(tmp_path):
+    statuses = [Status.COMPLETED, Status.FAILED]
+    made, _ = collector(EagerLink([SAME, DIFFERENT, DIFFERENT], limit=2, statuses=statuses), tmp_path)
+    assert step_of(made, 0)[0] == [1, 2]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,6 +77,14 @@ def test_a_turn_ends_at_stop_strings_of_the_run_and_of_the_call() -> None:
     assert recorder.asked[0].stop_token_ids == (2, 12)  # "+" is one token, at which an engine can end at once
     asyncio.run(client(recorder).generate([1], stop="</tool>"))  # its characters are no stop strings
     assert recorder.asked[1].stop == ("=", "</tool>")
+
+
+def test_a_stop_token_does_not_end_a_turn_before_its_minimum() -> None:
+    recorder = Recorder()
+    mine = client(recorder)
+    mine._sampling = replace(mine._sampling, min_new_tokens=2)
+    asyncio.run(mine.generate([1], stop="+"))
+    assert (recorder.asked[0].stop, recorder.asked[0].stop_token_ids) == (("=", "+"), ())
 
 
 def test_calls_draw_apart_and_samples_by_their_index() -> None:

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from lightrl.engines.base import Completion, EngineGroup, EnginePrompt, SamplingParams
-from lightrl.rollout.driver import EpisodeDriver
+from lightrl.rollout.driver import EpisodeDriver, Wish, _merged
 from lightrl.rollout.event_loop import run_episodes
 
 
@@ -124,6 +124,41 @@ def test_siblings_with_the_same_images_share_a_request() -> None:
 
     made.run([(0, first), (1, first), (2, first), (0, second), (1, second)], episode)
     assert sorted(engine.submitted) == [((2,), 0, 2), ((2,), 0, 3)]
+
+
+def test_samples_that_are_continued_share_no_request() -> None:
+    async def wishes() -> list[Wish]:
+        loop, prompt = asyncio.get_running_loop(), EnginePrompt(token_ids=(2,))
+        begun = [completion(0, index, prompt) for index in range(2)]
+        return [Wish(prompt, sample(item.sample_index), loop.create_future(), item) for item in begun]
+
+    made = asyncio.run(wishes())
+    assert [(params.n, begun) for (_, params, begun), _ in _merged(made)] == [(1, item.partial) for item in made]
+
+
+def test_requests_of_one_pass_after_another_share_a_step() -> None:
+    made, engine = driver()
+
+    async def episode(job: int) -> None:
+        for _ in range(2 * job):
+            await asyncio.sleep(0)
+        await made.generate([1], sample(0, seed=job))
+
+    made.run(range(5), episode)
+    assert engine.num_steps == 1
+
+
+def test_a_request_that_is_taken_back_at_once_does_not_reach_the_engine() -> None:
+    made, engine = driver()
+
+    async def episode(job: int) -> None:
+        waiting = asyncio.ensure_future(made.generate([job], sample(0)))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await made.generate([1], sample(0))
+
+    made.run([50], episode)
+    assert engine.submitted == [((1,), 0, 1)]
 
 
 def test_the_engine_goes_on_while_a_tool_runs() -> None:

@@ -1,5 +1,6 @@
 """Episodes on a rollout rank: what a checkpoint has of them goes on at the same token."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -67,7 +68,7 @@ def model():
     return tiny_model()
 
 
-def production(model, workflow=None):
+def production(model, workflow=None, config=CONFIG, link=None, group=None):
     policy, tokenizer = model
     made = build_native_engine(
         source=policy, tokenizer=tokenizer, options=StrategyOptions(), device=torch.device("cpu"), group=EngineGroup()
@@ -77,9 +78,9 @@ def production(model, workflow=None):
     limits = EpisodeLimits(max_new_tokens=6, max_turns=3, max_tokens=40)
     strategy, rewards = SimpleNamespace(comm=Comm(), tokenizer=tokenizer, media=None), RewardSet.of(episode_reward)
     collector = EpisodeCollector(strategy, rewards, workflow or ThreeTurns(), seed=0, limits=limits)
-    link = Store()
+    link = link or Store()
     parts = {"prompts": PROMPTS, "rewards": RewardSet.of(episode_reward), "collector": collector}
-    return EpisodeProduction(CONFIG, link, engine, EngineGroup(), **parts), link
+    return EpisodeProduction(config, link, engine, group or EngineGroup(), **parts), link
 
 
 def begin(made, begun=()):
@@ -130,6 +131,16 @@ def test_an_episode_goes_on_at_the_same_token(model):
 
 def _link_of(made):
     return made._link
+
+
+@pytest.mark.parametrize(("num_ranks", "size", "expected"), [(4, 1, 2), (4, 2, 4), (16, 1, 1), (1, 1, 6)])
+def test_each_engine_has_its_share_of_the_groups_at_once(model, num_ranks, size, expected):
+    """Of 8 groups, on ranks that make up engines of this size; a step has 6."""
+    config = replace(CONFIG, num_prompts=6, rollout=replace(CONFIG.rollout, max_groups=8, max_staleness=1))
+    link = Store()
+    link.role = SimpleNamespace(num_rollout=num_ranks)
+    made, _ = production(model, config=config, link=link, group=SimpleNamespace(rank=0, size=size))
+    assert made._most_groups == expected
 
 
 class Broken(Workflow):

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from endpoint_scripts import TOKENIZER, ScriptedDriver, client_of, task_of
 
@@ -117,6 +118,32 @@ def test_exit_in_a_task_of_the_endpoints_loop_ends_only_its_episode() -> None:
 
     asyncio.run(run())
     workflow.endpoint.stop()
+
+
+class Giving(EndpointWorkflow):
+    """Gives its key to somebody else, and fails."""
+
+    async def play(self, data: Any, *, base_url: str, api_key: str, model: str) -> Any:
+        self.given = {"Authorization": f"Bearer {api_key}"}
+        raise KeyError("a mistake in the agent")
+
+
+def test_the_key_of_an_episode_that_has_ended_is_refused() -> None:
+    workflow = Giving()
+
+    async def run() -> tuple[int, str]:
+        with pytest.raises(KeyError):
+            await workflow.arun_episode(client_of(ScriptedDriver(TOKENIZER), TOKENIZER), task_of(TOKENIZER))
+        body = {"model": "policy", "messages": [{"role": "user", "content": "ab c?"}]}
+        async with (
+            aiohttp.ClientSession(headers=workflow.given) as http,
+            http.post(f"{workflow.endpoint.base_url}/chat/completions", json=body) as answer,
+        ):
+            return answer.status, (await answer.json())["error"]["message"]
+
+    status, message = asyncio.run(run())
+    workflow.endpoint.stop()
+    assert (status, "key" in message) == (401, True)
 
 
 def test_an_agent_that_hangs_does_not_keep_the_process_from_ending() -> None:

@@ -38,12 +38,22 @@ def test_a_fork_is_a_sample_whose_prompt_is_what_came_before() -> None:
     assert rows(made) == [((1,), [2, 9, 4, 7, 5], [0, 2, 4]), ((1, 2, 8), [3], [0])]
 
 
+def test_the_longer_continuation_stays_the_main_sample_if_it_is_the_older_one() -> None:
+    made = Conversations()
+    made.record([1], turn(2))
+    made.record([1, 2, 8], turn(3))
+    made.record([1, 2, 8, 3, 7], turn(5))
+    made.record([1, 2, 9], turn(4))
+    assert rows(made) == [((1,), [2, 8, 3, 7, 5], [0, 2, 4]), ((1, 2, 9), [4], [0])]
+
+
 def test_edited_history_and_equal_prompts_begin_new_samples() -> None:
     made = Conversations()
     made.record([1], turn(2))
     made.record([1], turn(3))
     made.record([1, 4, 8], turn(5))  # neither said 4
     assert rows(made) == [((1, 4, 8), [5], [0]), ((1,), [2], [0]), ((1,), [3], [0])]
+    assert made.record([6, 2, 8], turn(5)).parent is None  # neither was asked 6
 
 
 def test_of_equal_answers_the_newest_without_a_successor_goes_on() -> None:

@@ -42,7 +42,8 @@ def test_an_episode_is_taken_played_and_rewarded() -> None:
                 status, _ = await post(http, "/v1/chat/completions", body, item["api_key"])
                 assert status == 200
             path = f"/v1/episodes/{taken[0]['id']}"
-            assert (await post(http, path, {"reward": "high"}))[0] == 400
+            for reward in ("high", True):
+                assert (await post(http, path, {"reward": reward}))[0] == 400
             assert (await post(http, path, {"reward": 0.5}))[0] == 200
             assert (await post(http, path, {"reward": 0.5}))[0] == 404
             over = asyncio.get_running_loop().create_future()
