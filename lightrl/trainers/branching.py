@@ -92,7 +92,7 @@ def require_continuable(checkpoint: Path, config: RunConfig) -> None:
         if not is_changed or _is_left_to_the_load(name, before, now):
             continue
         if name != "seed" or not _draws_without_seed(checkpoint):
-            raise _is_fixed(checkpoint, name, old, new if name in now else None, reason)
+            raise _is_fixed(checkpoint, name, old, new, reason)
 
 
 def _is_fixed(checkpoint: Path, name: str, old: object, new: object, reason: str) -> ValueError:

@@ -10,7 +10,7 @@ import torch
 
 from lightrl.checkpoint import CheckpointDirectory
 from lightrl.config import DPOConfig, GRPOConfig, PPOConfig, RMConfig, RunConfig, SFTConfig, parse_config, to_yaml
-from lightrl.trainers.branching import kind_of
+from lightrl.trainers.branching import kind_of, require_same_kind
 from lightrl.trainers.earlier_run import find_checkpoint, require_same
 
 KINDS = {"GRPO": GRPOConfig, "PPO": PPOConfig, "SFT": SFTConfig, "DPO": DPOConfig, "a reward model": RMConfig}
@@ -50,6 +50,7 @@ def test_the_folder_of_another_kind_of_run_is_not_continued(tmp_path: Path) -> N
 def test_a_config_with_few_options_is_of_no_kind() -> None:
     assert kind_of({"lr", "seed", "max_steps"}) == ""
     assert kind_of({item.name for item in fields(GRPOConfig)} - {"lr", "seed"}) == "GRPO"
+    require_same_kind("a run", {"lr": 1e-6}, GRPOConfig())
 
 
 @pytest.mark.parametrize(
@@ -79,8 +80,10 @@ def test_what_a_checkpoint_decides_is_refused_at_once(
         find_checkpoint(config, tmp_path / "branch/checkpoints")
 
 
-@pytest.mark.parametrize("state", [{"step": 2}, {"step": 2, "sampler": {"num_drawn": 8}}])
-def test_another_seed_needs_a_checkpoint_without_the_seed_of_a_sampler(state: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("state", [None, {"step": 2}, {"step": 2, "sampler": {"num_drawn": 8}}])
+def test_another_seed_needs_a_checkpoint_without_the_seed_of_a_sampler(
+    state: dict[str, Any] | None, tmp_path: Path
+) -> None:
     run = saved_run(tmp_path / "run", SFTConfig(train_data="a.jsonl"))
     checkpoint, branch = run / "checkpoints/step-000002", tmp_path / "branch/checkpoints"
     config = SFTConfig(train_data="a.jsonl", seed=1, resume=str(run))
@@ -97,6 +100,8 @@ def test_a_bounded_run_cannot_switch_rollout_ranks_on_or_off(tmp_path: Path) -> 
         run = saved_run(tmp_path / remedy[0], parse_config(GRPOConfig, [*saved, *bound]))
         unbound = saved_run(tmp_path / f"unbound {remedy[0]}", parse_config(GRPOConfig, saved))
         require_same(unbound, parse_config(GRPOConfig, asked))
+        config = parse_config(GRPOConfig, [*asked, *bound, "--resume", str(unbound)])
+        assert find_checkpoint(config, tmp_path / "branch/checkpoints")
         with pytest.raises(
             ValueError, match=f"^--output_dir {run} comes from a run with .* Give --rollout_ranks {remedy}.$"
         ):
@@ -117,15 +122,25 @@ def test_grpo_cannot_continue_a_critic_on_the_backbone(tmp_path: Path) -> None:
         find_checkpoint(GRPOConfig(resume=str(run)), tmp_path / "branch/checkpoints")
 
 
+@pytest.mark.parametrize(
+    ("one", "other"), [("--data.curriculum half_solved", "--seed 1"), ("--lora.path adapter", "--lora.rank 4")]
+)
+def test_a_curriculum_has_no_seed_and_an_adapter_has_its_own_rank(one: str, other: str, tmp_path: Path) -> None:
+    for before, now in ((one, other), (other, one)):
+        run = saved_run(tmp_path / before, parse_config(GRPOConfig, before.split()))
+        config = parse_config(GRPOConfig, [*now.split(), "--resume", str(run)])
+        assert find_checkpoint(config, tmp_path / "branch/checkpoints")
+
+
 def test_other_options_may_change_in_a_branch(tmp_path: Path) -> None:
     run = saved_run(tmp_path / "run", GRPOConfig())
     branch = tmp_path / "branch/checkpoints"
     options = ["--lr", "1e-3", "--num_prompts", "8", "--optim.schedule", "cosine", "--algorithm.kl_coef", "0.1"]
     assert find_checkpoint(parse_config(GRPOConfig, [*options, "--resume", str(run)]), branch)
     asked = parse_config(GRPOConfig, ["--seed", "1", "--resume", str(run)])
-    with (run / "config.yaml").open("a") as file:  # whose state has no seed
-        file.write("\ndata:\n  curriculum: harder\n")
-    assert find_checkpoint(asked, branch)
+    without_lora = to_yaml(GRPOConfig()).replace("lora:\n", "lost:\n")  # as of a version that had none
+    (run / "config.yaml").write_text(without_lora)
+    assert find_checkpoint(parse_config(GRPOConfig, ["--lora.rank", "4", "--resume", str(run)]), branch)
     for content in ("a text", "[", ""):  # whether the checkpoint fits shows when it is loaded
         (run / "config.yaml").write_text(content)
         assert find_checkpoint(asked, branch)
