@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightrl.imports import is_installed, line_of_own_code, load_object
 from lightrl.rewards.reward_set import load_reward
@@ -31,6 +32,8 @@ def test_a_folder_is_no_installed_package(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("name", "text"),
     [
+        ("sampler2.py", "Unknown thing 'sampler2.py'"),
+        ("mine.py:", "Unknown thing 'mine.py:'"),
         ("sampler2", "Unknown thing 'sampler2'. Did you mean sampler\\?.*package.module:MyThing"),
         (".mine:X", "Unknown thing '.mine:X'..*package.module:MyThing or path/to/file.py:MyThing"),
         ("lightrl.nowhere:X", "there is no module 'lightrl.nowhere'"),
@@ -58,6 +61,41 @@ def test_an_object_is_loaded_from_a_file_by_any_path_to_it(tmp_path: Path, monke
         load("mine.py:Thing")
 
 
+def test_a_file_without_an_attribute_is_told_with_what_it_defines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sample").write_text("")  # no Python file
+    Path("mine.py").write_text("async def play(): ...\ndef _own(): ...\nVALUE = 3\n")
+    Path("nothing.py").write_text("from pathlib import Path\n")
+    Path("broken.py").write_text("def f(s) return 1\n")
+    told = {
+        "sample": "Unknown thing 'sample'. Did you mean sampler?",
+        "mine.py": "names a file, but no function or class of it. Write mine.py:play.",
+        "nothing.py": "Write nothing.py:MyThing.",
+        "broken.py": "Write broken.py:MyThing.",
+    }
+    for name, text in told.items():
+        with pytest.raises(ValueError, match=re.escape(text)):
+            load(name)
+    with pytest.raises(ValueError, match=r"nothing.py has no 'Pathh'.$"):  # what it imports is no hint
+        load("nothing.py:Pathh")
+
+
+def test_a_module_that_changes_settings_of_torch_is_told_without_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "changing_module.py").write_text("import torch\ntorch.set_grad_enabled(False)\n")
+    try:
+        for name in ("changing_module:X", f"{tmp_path}/changing_module.py:X"):
+            with pytest.raises(ImportError, match="^The import of .*changing_module.* from True to False"):
+                load(name)
+            torch.set_grad_enabled(True)
+    finally:
+        torch.set_grad_enabled(True)
+
+
 def test_a_file_may_import_what_is_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "beside_the_run.py").write_text("VALUE = 3\n")
     (tmp_path / "sub").mkdir()
@@ -76,6 +114,7 @@ def test_a_file_may_import_what_is_in_the_working_directory(tmp_path: Path, monk
         ),
         ("def f(s) return 1\n", "SyntaxError at line 2 of .*: expected ':'"),
         ("open('no_such_table.json')\n", "FileNotFoundError at line 2 of .*no_such_table.json"),
+        ("int('x')\n", "ValueError at line 2 of .*failing_module.py: invalid literal for int"),
         ("raise SystemExit(0)\n", "SystemExit at line 2 of .*: 0. Correct that line"),
     ],
 )
