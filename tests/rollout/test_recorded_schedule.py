@@ -25,6 +25,12 @@ def append(folder, step, *groups):
     ScheduleLog(folder).append(step, groups, [calls_of(made) for made in groups])
 
 
+def test_a_call_is_told_by_runs_of_versions():
+    assert segments((3, 3, 4, 3), 1) == [[3, 2], [4, 1], [3, 1]]
+    assert segments((), 1) == [[1, 0]]  # without a token
+    assert segments(None, 1) == []  # given up
+
+
 def test_a_schedule_says_how_each_sample_was_made(tmp_path):
     made = group(7, ((5, 6, 7), (3, 3, 4)), ((8,), (4,)))
     append(tmp_path, 0, made, group(9, ((5,), (3,))))

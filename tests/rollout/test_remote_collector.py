@@ -47,7 +47,9 @@ def test_the_rollout_ranks_make_the_samples_of_the_step():
     statistics = Statistics()
     assert collector.score(samples, statistics) == [1.0, 0.0, 0.5]
     assert statistics.reduce(Comm()) == {"failures": 3.0, "score": 0.5}
-    assert collector.score(samples) == [1.0, 0.0, 0.5]
+    again = Statistics()
+    assert collector.score(samples, again) == [1.0, 0.0, 0.5]
+    assert again.reduce(Comm()) == {}  # they were counted
 
 
 def test_a_further_round_of_a_step_goes_on_where_the_first_ended():

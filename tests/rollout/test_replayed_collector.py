@@ -96,6 +96,14 @@ def test_the_same_tokens_are_made_again(engine, tmp_path):
         collector.sample([], step=2, **options)
 
 
+def test_ranks_make_the_groups_in_turn_whatever_their_tickets():
+    schedule = [[SimpleNamespace(ticket=ticket) for ticket in (5, 7, 9)]]
+    for rank, expected in enumerate([[(0, 5), (2, 9)], [(1, 7)]]):
+        strategy = SimpleNamespace(comm=SimpleNamespace(rank=rank, world=2))
+        made = ReplayedCollector(None, strategy, schedule, config=CONFIG, prompts=PROMPTS)
+        assert [(position, group.ticket) for position, group in made._batches[0]] == expected
+
+
 def test_a_sample_without_a_token_is_made_again(engine, tmp_path):
     """An engine cuts a sample before the placeholder of an image; here this is the first token of a sample."""
     engine, model = engine

@@ -2,7 +2,12 @@
 
 from types import SimpleNamespace
 
+import torch
+
 from lightrl.comm import Comm
+from lightrl.engines.base import Completion
+from lightrl.engines.native.cache import LayerStorage
+from lightrl.engines.native.kept_rows import KeptRow
 from lightrl.records import Prompt
 from lightrl.rollout.schedule import Schedule
 from lightrl.rollout.scheduler import AsyncScheduler, Rules
@@ -52,6 +57,25 @@ def test_a_saved_schedule_goes_on_at_another_number_of_ranks() -> None:
     assert [sorted(rank.journals) for rank in ranks] == [[], [(1, 0), (1, 1)]]
     assert ranks[1].journals[1, 0].start_version == 0
     assert [rank.scheduler.start(1) for rank in ranks] == [[3, 4]] * 2
+
+
+def test_saving_frees_what_the_engine_keeps_of_unfinished_samples() -> None:
+    """So that this run computes the tokens again, as one that continues the checkpoint does."""
+    made = schedule()
+    made.open([0], 1, 0)
+    kept = KeptRow([LayerStorage(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 8))], 4)
+    made.journals[0, 0].partials[0] = Completion(
+        request_id=0,
+        sample_index=0,
+        prompt_token_ids=(1,),
+        output_token_ids=(5,),
+        logprobs=(0.0,),
+        versions=(0,),
+        finish_reason="abort",
+        kept=kept,
+    )
+    made.state_dict()
+    assert kept.is_empty
 
 
 def test_tickets_are_dealt_out_in_turn() -> None:

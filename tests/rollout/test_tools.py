@@ -163,9 +163,13 @@ class Script:
 
 
 def play(
-    *turns: str, tools: Any = (HERE + "times", HERE + "slow"), template: str = TEMPLATE, **settings: Any
+    *turns: str,
+    tools: Any = (HERE + "times", HERE + "slow"),
+    template: str = TEMPLATE,
+    max_tokens: int = 10_000,
+    **settings: Any,
 ) -> tuple[str, Episode]:
-    engine = client(Script(*turns), max_tokens=10_000, max_new_tokens=100)  # type: ignore[arg-type]
+    engine = client(Script(*turns), max_tokens=max_tokens, max_new_tokens=100)  # type: ignore[arg-type]
     engine.tokenizer = RaisingTokenizer(template)
     episode = asyncio.run(ToolWorkflow(tools=tools, **settings).arun_episode(engine, PROMPT))
     text = "".join("<eos>" if token == 1 else chr(token) for token in episode.ids)
@@ -188,6 +192,15 @@ def test_a_result_is_read_and_the_last_turn_is_the_answer() -> None:
     assert own == f"{first}<eos>42<eos>"
     assert episode.numbers == {"tool_calls": 1, "tool_errors": 0}
     assert episode.finish_reason == "stop"
+
+
+def test_an_episode_ends_before_an_answer_that_leaves_no_room_for_a_turn() -> None:
+    first, answer = call("times", '{"a": 6, "b": 7}'), "<tool>42.<assistant>"  # . stands for <eos>, one token
+    _, episode = play(first, "42")
+    before = len(episode.prompt_ids) + len(first) + 1
+    for room, reason in ((len(answer), "context"), (len(answer) + 1, "stop")):
+        _, episode = play(first, "42", max_tokens=before + room)
+        assert (episode.finish_reason, len(episode.turns)) == (reason, 1 + (reason == "stop"))
 
 
 def test_the_page_gives_each_episode_a_basket_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

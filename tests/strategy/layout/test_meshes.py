@@ -54,3 +54,5 @@ def test_sizes_that_do_not_fit_are_told_with_those_that_do() -> None:
     # 1 x 2 x 3 = 6
     with pytest.raises(ValueError, match=r"--sp_size 2 x --tp_size 3 = 6 does not divide 8 ranks.*1, 2, 4, 8"):
         check_mesh(8, MeshSizes(replicas=1, tokens=2, tensors=3))
+    with pytest.raises(ValueError, match="--fsdp.replicate_size 3 x --sp_size 2 x --tp_size 1 = 6 does not divide 8"):
+        check_mesh(8, MeshSizes(replicas=3, tokens=2, tensors=1))

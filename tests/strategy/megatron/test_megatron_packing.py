@@ -40,5 +40,11 @@ def test_sequence_parallelism_pads_the_last_sequence() -> None:
     assert pack.where.tolist() == [*range(8)]
 
 
+def test_each_rank_holds_a_multiple_where_the_tokens_are_split_too() -> None:
+    # 8 + 4 tokens are 6 a rank; four more for the last sequence make 16, which are 8 a rank.
+    pack = lay_out(BATCH, num_parts=2, part=0, multiple=4)
+    assert (pack.cu_seqlens, pack.source.shape[0]) == ((0, 8, 16), 8)
+
+
 def test_positions_of_a_single_rank_are_all() -> None:
     assert own_positions(3, 1, 0, torch.device("cpu")).tolist() == [0, 1, 2]
