@@ -83,7 +83,8 @@ class ReplayDriver(PhasedDriver):
         if isinstance(number, str):
             number = -len(journal.shared)
         if not -len(calls) <= number < len(calls) or not calls[number]:
-            raise _unlike(f"sample {journal.key} asks for turn {number + 1}, which it did not")
+            what = f"turn {number + 1}" if number >= 0 else "another call for all siblings"
+            raise _unlike(f"sample {journal.key} asks for {what}, which it did not")
         made: Completion | None = None
         total = 0
         for version, count in calls[number]:

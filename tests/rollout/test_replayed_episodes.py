@@ -170,6 +170,21 @@ def test_episodes_that_ask_for_more_are_refused(engine, model, recorded):
         replay(engine, model, recorded[1], Turns(4))
 
 
+class TurnsAndMoreSharedWork(TurnsAndSharedWork):
+    async def work(self, engine):
+        for _ in range(4):  # more calls than the record has of a sample, shared ones and its own
+            made = await super().work(engine)
+        return made
+
+
+def test_episodes_that_share_more_work_are_refused(engine, model, tmp_path):
+    _, schedule = record(engine, model, tmp_path, TurnsAndSharedWork(2))
+    with pytest.raises(
+        ValueError, match=r"sample \(0, [01]\) asks for another call for all siblings, which it did not"
+    ):
+        replay(engine, model, schedule, TurnsAndMoreSharedWork(2))
+
+
 def test_episodes_that_say_less_are_noticed(engine, model, recorded):
     with pytest.raises(ValueError, match="the samples of ticket 0 are not those of the recorded run"):
         replay(engine, model, recorded[1], Turns(2))
