@@ -21,3 +21,10 @@ def test_a_tensor_that_does_not_fit_begins_a_group() -> None:
         return first.numel() % 2 == other.numel() % 2
 
     assert _names([2, 4, 3, 1, 2], 100, same_parity) == [["t0", "t1"], ["t2", "t3"], ["t4"]]
+
+
+def test_each_tensor_of_a_group_fits_to_its_first() -> None:
+    def within_one(first, other):
+        return abs(first.numel() - other.numel()) <= 1
+
+    assert _names([1, 2, 3, 4], 100, within_one) == [["t0", "t1"], ["t2", "t3"]]
