@@ -1,12 +1,14 @@
-"""Gives torchrun the error that ended this rank, so that its own report, which comes last, shows the cause."""
+"""The last words of a process: printed, and given to torchrun, whose own report comes last and shows the cause."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 
 def leave_error(text: str) -> None:
@@ -22,3 +24,18 @@ def leave_error(text: str) -> None:
     with suppress(OSError):
         part.write_text(json.dumps({"message": text, "timestamp": str(int(time.time()))}), encoding="utf-8")
         part.replace(path)
+
+
+def print_last_word(text: str) -> None:
+    """Prints why this rank ends, with its number if there are several, and leaves the text for torchrun."""
+    rank = os.environ.get("RANK")
+    where = f"[rank {rank}] " if rank and os.environ.get("WORLD_SIZE", "1") != "1" else ""
+    sys.stderr.write(f"{where}{text}\n")
+    sys.stderr.flush()
+    leave_error(text)
+
+
+def exit_interrupted() -> NoReturn:
+    """Ends the process after Ctrl-C, without a traceback, with code 130."""
+    print_last_word("interrupted")
+    raise SystemExit(130)

@@ -8,20 +8,24 @@ from collections.abc import Mapping, Sequence
 from pkgutil import resolve_name
 from typing import NamedTuple
 
-from lightrl.config import (
-    DPOConfig,
-    EvaluateConfig,
-    GRPOConfig,
-    PPOConfig,
-    RMConfig,
-    RunConfig,
-    SFTConfig,
-    exit_interrupted,
-    exit_with_user_error,
-    nearest_name,
-    parse_config,
-    print_text,
-)
+from lightrl.last_error import exit_interrupted
+
+try:
+    from lightrl.config import (
+        DPOConfig,
+        EvaluateConfig,
+        GRPOConfig,
+        PPOConfig,
+        RMConfig,
+        RunConfig,
+        SFTConfig,
+        exit_with_user_error,
+        nearest_name,
+        parse_config,
+        print_text,
+    )
+except KeyboardInterrupt:  # before start(), which handles it: reading all options takes longest
+    exit_interrupted()
 
 
 class Run(NamedTuple):

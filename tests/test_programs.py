@@ -118,3 +118,17 @@ def test_ctrl_c_while_modules_are_imported_is_told_in_a_line(
         main(words)
     assert ended.value.code == 130
     assert capsys.readouterr().err == "[rank 1] interrupted\n"
+
+
+def test_ctrl_c_while_the_options_are_imported_is_told_in_a_line() -> None:
+    program = (
+        "import sys\n"
+        "class CtrlC:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'lightrl.config':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, CtrlC())\n"
+        "import lightrl.programs\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")

@@ -7,7 +7,6 @@ read. runs.py, evaluate.py: the config of each kind of run.
 
 from lightrl.config.command_line import (
     LateMistakeError,
-    exit_interrupted,
     exit_with_user_error,
     parse_config,
     print_text,
@@ -134,7 +133,6 @@ __all__ = [
     "check_own_options",
     "declared_type",
     "engine_arguments",
-    "exit_interrupted",
     "exit_with_user_error",
     "fits",
     "lr_scales",

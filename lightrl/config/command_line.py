@@ -19,7 +19,7 @@ from lightrl.config.paths import why_unreadable
 from lightrl.config.peer_names import own_names, reason_against
 from lightrl.config.runs import DPOConfig, GRPOConfig, PPOConfig, RMConfig, SFTConfig
 from lightrl.config.yaml_text import read_yaml
-from lightrl.last_error import leave_error
+from lightrl.last_error import leave_error, print_last_word
 
 ConfigT = TypeVar("ConfigT")
 
@@ -152,21 +152,7 @@ def exit_with_user_error(error: BaseException) -> NoReturn:
 
 def print_user_error(error: BaseException) -> None:
     """Prints the error on every rank: torchrun stops the others as soon as the first one leaves."""
-    _print_last_word(f"error: {error}")
-
-
-def exit_interrupted() -> NoReturn:
-    """Ends the process after Ctrl-C, without a traceback, with code 130."""
-    _print_last_word("interrupted")
-    raise SystemExit(130)
-
-
-def _print_last_word(text: str) -> None:
-    rank = os.environ.get("RANK")
-    where = f"[rank {rank}] " if rank and os.environ.get("WORLD_SIZE", "1") != "1" else ""
-    sys.stderr.write(f"{where}{text}\n")
-    sys.stderr.flush()
-    leave_error(text)
+    print_last_word(f"error: {error}")
 
 
 def _config_path(args: Sequence[str]) -> str:
