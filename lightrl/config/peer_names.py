@@ -22,6 +22,7 @@ _OURS = {
     "colocate_all_models": "--rollout_ranks 0 (the default)",
     "delta": "--algorithm.loss_args dual_clip=...",
     "ds_tensor_parallel_size": "--tp_size with --strategy fsdp",
+    "dataset_name": "--train_data hf:OWNER/NAME",
     "dynamic_filtering": "--dynamic_sampling.enabled True",
     "enable_vllm_is_correction": "--algorithm.correction tis",
     "eps_clip": "--algorithm.clip_low and --algorithm.clip_high",
@@ -33,7 +34,7 @@ _OURS = {
     "freeze_vision_tower": "--optim.lr_scales visual=0",
     "generate_max_len": "--max_new_tokens",
     "generation_batch_size": "--num_prompts times --group_size",
-    "gradient_accumulation_steps": "--num_minibatches (micro-batches are cut by --max_tokens_per_microbatch)",
+    "gradient_accumulation_steps": "--num_minibatches (steps_per_generation / gradient_accumulation_steps)",
     "greater_is_better": "--eval.best NAME:min or NAME:max",
     "hub_model_id": "--hub.push",
     "importance_sampling_level": "--algorithm.loss gspo (for sequence)",
@@ -47,7 +48,9 @@ _OURS = {
     "load_best_model_at_end": "--eval.best (it keeps the model in best/)",
     "log_completions": "--log.samples_per_step",
     "lora_alpha": "--lora.alpha",
+    "lora_r": "--lora.rank",
     "lora_rank": "--lora.rank",
+    "lora_target_modules": "--lora.target_modules",
     "loss_type": "--algorithm.aggregation (for cispo and sapo --algorithm.loss)",
     "lr_scheduler_type": "--optim.schedule",
     "mask_truncated_completions": "--overlong.mask_truncated True",
@@ -64,6 +67,7 @@ _OURS = {
     "num_generations": "--group_size",
     "num_generations_eval": "--eval.n",
     "num_iterations": "--num_epochs",
+    "num_train_epochs": "--max_steps (records / num_prompts for each epoch)",
     "off_policy_mask_threshold": "--algorithm.off_policy_mask",
     "peft_config": "--lora.rank and --lora.target_modules",
     "per_device_train_batch_size": "--num_prompts times --group_size, over all ranks, or --micro_batch_size for memory",
@@ -84,7 +88,7 @@ _OURS = {
     "save_steps": "--checkpoint.every",
     "save_total_limit": "--checkpoint.keep",
     "scale_rewards": "--algorithm.advantage (dr_grpo for none)",
-    "steps_per_generation": "--num_minibatches",
+    "steps_per_generation": "--num_minibatches (steps_per_generation / gradient_accumulation_steps)",
     "sync_ref_model": "--reference.sync_every",
     "tools": "--rollout.workflow tools",
     "top_entropy_quantile": "--algorithm.entropy_fraction",
@@ -92,6 +96,7 @@ _OURS = {
     "train_max_tokens_per_gpu": "--max_tokens_per_microbatch",
     "use_bias_correction_kl": "--algorithm.kl_weighted True --algorithm.kl_gradient kl",
     "use_dynamic_batch": "--max_tokens_per_microbatch (always on)",
+    "use_peft": "--lora.rank",
     "use_kl_loss": "--algorithm.kl_coef (always in the loss of GRPO)",
     "use_vllm": "--engine vllm",
     "vllm_enable_sleep": "--engine_sleep_level (on by default)",
@@ -167,6 +172,22 @@ _VERL = {  # without actor_rollout_ref. in front
     "trainer.total_epochs": "--max_steps (records / num_prompts for each epoch)",
     "trainer.total_training_steps": "--max_steps",
 }
+_OFFLINE = {  # where a program of SFT, reward models or DPO has another name than GRPO
+    "assistant_only_loss": "--data.train_on all (the default)",
+    "center_rewards_coefficient": "--centring_coef",
+    "chosen_key": "--data.chosen_field",
+    "gradient_accumulation_steps": "--batch_size (times per_device_train_batch_size and the number of processes)",
+    "ipo": "--loss ipo",
+    "loss_type": "--loss (for sigmoid_norm --length_normalized True, for sft --nll_coef)",
+    "loss_weights": "--nll_coef",
+    "max_len": "--data.max_tokens",
+    "max_length": "--data.max_tokens (a longer line is an error, or left out with --data.too_long skip)",
+    "nll_loss_coef": "--nll_coef",
+    "num_train_epochs": "--num_epochs",
+    "per_device_train_batch_size": "--batch_size (times gradient_accumulation_steps and the number of processes)",
+    "rejected_key": "--data.rejected_field",
+    "train_batch_size": "--batch_size",
+}
 _OF_EVALUATION = {  # sampling options that training lacks: what they are called in an evaluation
     "min_p": "",  # no engine setting of ours
     "min_tokens": "min_new_tokens",
@@ -183,7 +204,8 @@ def own_names(args: Iterable[str], known: Collection[str]) -> list[str]:
     """Returns a sentence for each option of a command line that another trainer has, and whose own name is known."""
     matches = [match for arg in args if (match := _NAME.match(arg)) is not None]
     names = [(match["flag"] or match["key"]).replace("-", "_") for match in matches]
-    ours = {name: _OURS.get(name) or _VERL.get(name.removeprefix("actor_rollout_ref."), "") for name in names}
+    table = {**_OURS, **_VERL, **(_OFFLINE if "batch_size" in known else {})}
+    ours = {name: table.get(name.removeprefix("actor_rollout_ref."), "") for name in names}
     return [
         f"{name if '.' in name else f'--{name}'} is {ours[name]} here."
         for name in names

@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 
 from lightrl.algorithms.registry import BUILTIN
-from lightrl.config import GRPOConfig, PPOConfig, SFTConfig, parse_config
+from lightrl.config import DPOConfig, GRPOConfig, PPOConfig, RMConfig, SFTConfig, parse_config
 from lightrl.config.options import option_names
-from lightrl.config.peer_names import _OURS, _VERL, own_names
+from lightrl.config.peer_names import _OFFLINE, _OURS, _VERL, own_names
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "coming_from.md").read_text()
 KEY = re.compile(r"`([\w.]+)(?:=[^`]*)?`")
@@ -31,6 +31,30 @@ def test_every_name_of_the_guide_is_answered() -> None:
 def rows(section: str) -> list[list[str]]:
     table = GUIDE.partition(f"\n## {section}\n")[2].partition("\n## ")[0]
     return [line.split("|")[1:] for line in table.splitlines() if line.startswith("| `") and "| Here |" not in line]
+
+
+def test_every_name_of_the_tables_of_offline_training_is_answered() -> None:
+    table = GUIDE.partition("\n## SFT, reward models, DPO\n")[2]
+    rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| `")]
+    answered: set[str] = set()
+    for known in (set(option_names(config)) for config in (SFTConfig, RMConfig, DPOConfig)):
+        for left, right in rows:
+            named = known & set(re.findall(r"--([a-z_.]+)", right))
+            for theirs in set(re.findall(r"`(?:--)?([a-z_]+)", left)) - known if named else ():
+                (answer,) = own_names([f"--{theirs}"], known)
+                assert set(re.findall(r" --([a-z_.]+)", answer)) & named, answer
+                answered.add(theirs)
+    assert answered >= set(_OFFLINE)
+
+
+def test_the_size_of_a_batch_is_answered_by_the_program_it_is_given_to() -> None:
+    offline, grpo = option_names(SFTConfig), option_names(GRPOConfig)
+    assert own_names(["--num_train_epochs=3"], offline) == ["--num_train_epochs is --num_epochs here."]
+    assert own_names(["--num_train_epochs=3"], grpo)[0].startswith("--num_train_epochs is --max_steps (")
+    assert own_names(["--per_device_train_batch_size"], offline)[0].partition(" (")[0].endswith("--batch_size")
+    for theirs in ("steps_per_generation", "gradient_accumulation_steps"):  # alone, neither is num_minibatches
+        (answer,) = own_names([f"--{theirs}"], grpo)
+        assert "(steps_per_generation / gradient_accumulation_steps)" in answer
 
 
 def test_every_key_of_verl_in_the_guide_is_answered_and_no_other() -> None:
