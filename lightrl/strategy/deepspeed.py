@@ -71,6 +71,12 @@ class DeepSpeedStrategy(TorchStrategy):
             cpu_adam=self.options.deepspeed.cpu_adam,
         )
 
+    def close(self) -> None:
+        """Leaves the process group, and lets DeepSpeed forget its own groups, which a new strategy would be given."""
+        super().close()
+        if hasattr(self, "_deepspeed") and not self._deepspeed.comm.is_initialized():
+            self._deepspeed.utils.groups._release_process_group_references()
+
     @property
     def averaging_ranks(self) -> int:
         """All ranks, over which DeepSpeed averages."""

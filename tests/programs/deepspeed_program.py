@@ -162,7 +162,18 @@ def check_no_optimizer_is_told(stage):
         raise AssertionError("nobody noticed")
 
 
+def check_a_new_strategy_after_another_has_closed():
+    """close() leaves the process group, and with it the groups that DeepSpeed keeps for the whole process."""
+    for stage in (2, 3, 1):
+        strategy = make(zero_stage=stage, param_persistence_threshold=0)
+        policy, _ = tiny.fresh(strategy)
+        tiny.train(strategy, policy, 0)
+        strategy.close()
+        assert not torch.distributed.is_initialized()
+
+
 if __name__ == "__main__":
+    check_a_new_strategy_after_another_has_closed()
     for stage in range(4):
         check_what_is_sharded(stage)
         check_bfloat16(stage)
