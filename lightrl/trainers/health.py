@@ -127,8 +127,9 @@ def _not_finite(name: str) -> str:
 
 def _skipped(share: float) -> str:
     return (
-        f"{share:.1%} of the updates were skipped on all ranks, for the reason logged above. If it goes on, lower --lr "
-        "or --optim.max_norm, or look at the loss and the reward for a division by 0."
+        f"{share:.1%} of the updates were skipped on all ranks, for the reason logged above. If there was nothing to "
+        "train, look at what leaves samples out: failed rewards, a filter or --overlong.mask_truncated. If a number "
+        "was not finite, lower --lr or --optim.max_norm, or look at the loss and the reward for a division by 0."
     )
 
 

@@ -389,16 +389,16 @@ def describe_rollout(samples: Sequence[Sample], rewards: Sequence[float], statis
     if scored := [pair for pair in zip(samples, rewards, strict=True) if has_reward(pair[1])]:
         statistics.values("reward/mean", [reward for _, reward in scored])
     groups = [[reward for _, reward in group] for _, group in groupby(scored, key=lambda pair: pair[0].position)]
-    if len({sample.position for sample in samples}) < len(samples):  # otherwise nothing could be compared
+    if groups and len({sample.position for sample in samples}) < len(samples):  # otherwise nothing could be compared
         statistics.mean("reward/equal_groups", sum(min(group) == max(group) for group in groups), len(groups))
     statistics.add("tokens/prompt", sum(len(sample.prompt_ids) for sample in samples))
     statistics.add("tokens/response", sum(len(sample.response_ids) for sample in samples))
     if any(sample.own for sample in samples):
         statistics.add("tokens/environment", sum(len(sample.response_ids) - sample.num_own for sample in samples))
-    num_lengths = sum(bool(sample.turns) for sample in samples)
-    statistics.mean("tokens/response_mean", sum(sample.num_own for sample in samples), num_lengths)
-    statistics.maximum("tokens/response_max", max((sample.num_own for sample in samples), default=0))
-    statistics.mean("tokens/truncated", sum(map(is_truncated, samples)), num_lengths)
+    if num_lengths := sum(bool(sample.turns) for sample in samples):
+        statistics.mean("tokens/response_mean", sum(sample.num_own for sample in samples), num_lengths)
+        statistics.maximum("tokens/response_max", max(sample.num_own for sample in samples))
+        statistics.mean("tokens/truncated", sum(map(is_truncated, samples)), num_lengths)
 
 
 def describe_update(result: TrainBatchResult, statistics: Statistics, prefix: str = "") -> None:

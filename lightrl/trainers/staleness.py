@@ -27,6 +27,7 @@ def describe_staleness(mine: Sequence[Experience], step: int, statistics: Statis
         for item in mine
     ]
     ages = [step - version for versions in own for version in versions]
-    statistics.mean("rollout/staleness", sum(ages), len(ages))
-    statistics.maximum("rollout/staleness_max", max(ages, default=0))
-    statistics.mean("rollout/versions", sum(len(set(versions)) for versions in own), len(own))
+    if ages:  # a step without a sample has no mean, and 0 would look like one
+        statistics.mean("rollout/staleness", sum(ages), len(ages))
+        statistics.maximum("rollout/staleness_max", max(ages))
+        statistics.mean("rollout/versions", sum(len(set(versions)) for versions in own), len(own))

@@ -41,6 +41,7 @@ GOOD = {
             "58.0% of the episodes failed, and reward/mean is that of the others (--health",
         ),
         ("skipped_updates", 0.5, "50.0% of the updates were skipped on all ranks"),
+        ("skipped_updates", 1.0, "If there was nothing to train, look at what leaves samples out"),
         ("reward/mean", math.nan, "reward/mean is not finite"),
         ("mismatch/mean_abs", math.nan, "mismatch/mean_abs is not finite"),
         ("loss", math.inf, "loss is not finite"),

@@ -145,7 +145,15 @@ def test_an_episode_that_failed_has_no_length() -> None:
     failed = dataclasses.replace(sample(0, 0), turns=(), finish_reason="abort", status=Status.FAILED)
     found = reduced([sample(0, 4, is_cut=True), sample(0, 2), failed, failed], [1.0, 0.0, NO_REWARD, NO_REWARD])
     assert (found["tokens/response_mean"], found["tokens/truncated"]) == (3, 0.5)
-    assert reduced([failed], [NO_REWARD])["tokens/response_mean"] == 0
+
+
+def test_what_no_sample_has_gets_no_number() -> None:
+    """A 0 would look like empty responses, or like groups of unequal rewards."""
+    counts = {"tokens/prompt", "tokens/response"}
+    assert set(reduced([], [])) == counts
+    failed = dataclasses.replace(sample(0, 0), turns=(), finish_reason="abort", status=Status.FAILED)
+    assert set(reduced([failed, failed], [NO_REWARD, NO_REWARD])) == counts
+    assert "reward/equal_groups" not in reduced([sample(0, 3), sample(0, 5)], [NO_REWARD, NO_REWARD])
 
 
 def test_an_episode_whose_context_is_full_counts_as_cut_off() -> None:
