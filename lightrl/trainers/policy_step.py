@@ -385,14 +385,14 @@ def sync_engine(trainer: Trainer) -> None:
 
 def describe_rollout(samples: Sequence[Sample], rewards: Sequence[float], statistics: Statistics) -> None:
     """Adds the reward and length statistics of this rank's samples; a failed episode, without a turn, has no length."""
-    # If no sample on any rank has a reward, there is no mean, and 0 would look like one.
-    if scored := [pair for pair in zip(samples, rewards, strict=True) if has_reward(pair[1])]:
+    if scored := [pair for pair in zip(samples, rewards, strict=True) if has_reward(pair[1])]:  # else no mean, not 0
         statistics.values("reward/mean", [reward for _, reward in scored])
     groups = [[reward for _, reward in group] for _, group in groupby(scored, key=lambda pair: pair[0].position)]
     if groups and len({sample.position for sample in samples}) < len(samples):  # otherwise nothing could be compared
         statistics.mean("reward/equal_groups", sum(min(group) == max(group) for group in groups), len(groups))
-    statistics.add("tokens/prompt", sum(len(sample.prompt_ids) for sample in samples))
-    statistics.add("tokens/response", sum(len(sample.response_ids) for sample in samples))
+    conversations = [part for sample in samples for part in (sample, *sample.branches)]
+    statistics.add("tokens/prompt", sum(len(part.prompt_ids) for part in conversations))
+    statistics.add("tokens/response", sum(len(part.response_ids) for part in conversations))
     if any(sample.own for sample in samples):
         statistics.add("tokens/environment", sum(len(sample.response_ids) - sample.num_own for sample in samples))
     if num_lengths := sum(bool(sample.turns) for sample in samples):

@@ -168,6 +168,12 @@ def test_without_two_samples_of_a_prompt_no_group_is_compared() -> None:
     assert reduced([sample(0, 3), sample(0, 5)], [0.5, NO_REWARD])["reward/equal_groups"] == 1
 
 
+def test_tokens_of_all_conversations_of_an_episode_are_counted() -> None:
+    episode = dataclasses.replace(sample(0, 3), branches=(sample(0, 5, num_prompt=4), sample(0, 1)))
+    found = reduced([episode, sample(0, 2)], [1.0, 0.0])
+    assert (found["tokens/prompt"], found["tokens/response"]) == (2 + 4 + 2 + 2, 3 + 5 + 1 + 2)
+
+
 def test_tokens_of_an_environment_are_counted_apart() -> None:
     samples = [sample(0, 6, own=4, num_prompt=3), sample(0, 5, num_prompt=3)]
     found = reduced(samples, [1.0, 1.0])
