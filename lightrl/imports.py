@@ -58,7 +58,8 @@ def _load_own(name: str, builtin: Mapping[str, str], what: str, example: str) ->
         sys.path.insert(0, os.getcwd())
     module = _module_of_file(source, name, what) if is_file else _imported(source, name, what)
     if not hasattr(module, attribute):
-        own = {key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
+        made = {key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
+        own = getattr(module, "__all__", ()) or {key for key in made if not key.startswith("_")}
         hint = f" {nearest_name(attribute, own)}" if own else ""
         raise ValueError(f"The {what} {name!r}: {source} has no {attribute!r}.{hint}")
     return getattr(module, attribute)

@@ -38,6 +38,7 @@ def test_a_folder_is_no_installed_package(tmp_path: Path, monkeypatch: pytest.Mo
         (".mine:X", "Unknown thing '.mine:X'..*package.module:MyThing or path/to/file.py:MyThing"),
         ("lightrl.nowhere:X", "there is no module 'lightrl.nowhere'"),
         ("lightrl.data.sampler:X", "lightrl.data.sampler has no 'X'"),
+        ("lightrl:GRPOTraine", "lightrl has no 'GRPOTraine'. Did you mean GRPOTrainer"),
     ],
 )
 def test_errors_say_what_to_do(name: str, text: str) -> None:
