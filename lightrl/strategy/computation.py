@@ -78,6 +78,19 @@ def compute_in_bfloat16(model: nn.Module, device: torch.device) -> None:
     model.forward = torch.autocast(device.type, dtype=torch.bfloat16)(model.forward)
 
 
+def cast_beside_buffers(model: nn.Module, device: torch.device) -> None:
+    """Runs modules that a checkpoint gives matrices as buffers, such as MiniMax's decays, under autocast.
+
+    FSDP casts parameters to bfloat16 and leaves buffers in float32, and products of the two fail.
+    """
+    for module in model.modules():
+        if any(
+            buffer.is_floating_point() and buffer.ndim > 1 and name not in module._non_persistent_buffers_set
+            for name, buffer in module.named_buffers(recurse=False)
+        ):
+            module.forward = torch.autocast(device.type, dtype=torch.bfloat16)(module.forward)
+
+
 @cache
 def _products_of(forward: Callable[..., Any]) -> tuple[tuple[bool, ...], frozenset[str]]:
     """Reads a forward: whether each F.linear has a weight cast to float32, and the attributes called."""

@@ -6,10 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.testing import assert_close
 
+from lightrl.config import StrategyOptions
+from lightrl.models.policy import Policy, response_batch
 from lightrl.strategy.fsdp import FSDPStrategy
 from lightrl.testing import StrategyContract, StrategyParity
 from lightrl.testing.strategy_parity import FEW_VARIANTS
+from tests.programs.tiny_hybrids import tiny_model
 
 pytestmark = pytest.mark.slow
 
@@ -131,3 +135,18 @@ def test_blocks_in_lists_of_lists_are_units_and_the_lists_are_none(alone: FSDPSt
     model = alone.prepare_model(NestedBlocks())
     units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     assert units == ["", "stages.0.0"]  # what a dict holds is part of the root
+
+
+def test_matrices_that_are_buffers_multiply_weights_in_bfloat16() -> None:
+    """Those of MiniMax's linear attention stay in float32, which a product with bfloat16 does not take."""
+    batch = response_batch([((5, 6, 7), tuple(range(8, 20)))])
+    with torch.no_grad():
+        exact = Policy(tiny_model("minimax"))(batch).logprobs
+    strategy = FSDPStrategy(0, 0.0, 1, 1, StrategyOptions(dtype="bfloat16"))
+    strategy.setup_distributed()
+    model = strategy.prepare_model(Policy(tiny_model("minimax")))
+    logprobs = model(batch).logprobs
+    logprobs.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    strategy.close()
+    assert_close(logprobs.detach(), exact, atol=0.05, rtol=0)
