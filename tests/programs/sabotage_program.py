@@ -140,6 +140,21 @@ def check_stale_shard(strategy, policy):
     strategy.update_engine_weights(policy)
 
 
+def check_fingerprints_of_one_rank(strategy, policy):
+    """A strategy that has fingerprints on some ranks only is refused on all, wherever the others add up theirs."""
+    honest = strategy.weight_fingerprints
+    for silent in (0, 1):
+        strategy.weight_fingerprints = lambda *args, at=silent: None if strategy.comm.rank == at else honest(*args)
+        try:
+            strategy.update_engine_weights(policy)
+        except ValueError as error:
+            assert f"{'Rank 0' if silent == 0 else 'rank 1'} has none" in str(error), error
+        else:
+            raise AssertionError("nobody noticed")
+    strategy.weight_fingerprints = honest
+    strategy.update_engine_weights(policy)
+
+
 def check_level_2(strategy, policy):
     """The weights come back by themselves when they are needed."""
     strategy.options.engine_sleep_level = 2
@@ -171,6 +186,7 @@ if __name__ == "__main__":
     check_one_rank(strategy, policy)
     if strategy.comm.world > 1:
         check_stale_shard(strategy, policy)
+        check_fingerprints_of_one_rank(strategy, policy)
     check_level_2(strategy, policy)
     strategy.close()
     print("all checked", flush=True)

@@ -9,8 +9,9 @@ by its logprobs.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import compress
+from itertools import compress, zip_longest
 from typing import NamedTuple
 
 import torch
@@ -275,6 +276,25 @@ class WeightProof:
 
 
 # ---- The proof that all ranks send the same
+
+
+def require_same_names(comm: Comm, names: Iterable[str] | None) -> None:
+    """Raises ValueError on every rank unless all have fingerprints of the same weights, or none; a collective."""
+    own = None if names is None else list(names)
+    if len(set(comm.all_gather_object(zlib.crc32(repr(own).encode())))) == 1:
+        return
+    first, *others = comm.all_gather_object(own)
+    rank, other = next((rank, part) for rank, part in enumerate(others, start=1) if part != first)
+    differing = [pair for pair in zip_longest(first or (), other or ()) if pair[0] != pair[1]]
+    where = f", the first other one being {differing[0][1]} in place of {differing[0][0]}" if first and other else ""
+    raise ValueError(
+        "weight_fingerprints() of the strategy must return those of the same weights in the same order on every rank, "
+        f"or None on all. Rank 0 has {_number_of(first)}, and rank {rank} has {_number_of(other)}{where}."
+    )
+
+
+def _number_of(names: list[str] | None) -> str:
+    return "none" if names is None else str(len(names))
 
 
 class RankAgreement:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from lightrl.comm import Comm
 from lightrl.engines.base import NamedTensors
-from lightrl.engines.weights.account import is_same_memory
+from lightrl.engines.weights.account import is_same_memory, require_same_names
 from lightrl.engines.weights.fingerprint import Fingerprint, KnownWeight, KnownWeights, Span, Sums
 from lightrl.models.router_biases import as_sent
 
@@ -176,6 +176,7 @@ class PlainLayout:
 
     def summed(self, shares: Sequence[Share], own: Tensor) -> dict[str, Fingerprint]:
         """Adds up the shares of the first holders."""
+        require_same_names(self.comm, [share.name for share in shares])  # sums of other lengths would end the process
         totals = self.comm.all_reduce(own * torch.tensor([share.is_first for share in shares]), "sum")
         return {
             share.name: Fingerprint(total, share.numel) for share, total in zip(shares, totals.tolist(), strict=True)

@@ -29,7 +29,7 @@ from lightrl.engines.base import (
     create_recording_engine,
 )
 from lightrl.engines.colocated import ColocatedEngine, SyncReport
-from lightrl.engines.weights.account import RankAgreement, raise_problems
+from lightrl.engines.weights.account import RankAgreement, raise_problems, require_same_names
 from lightrl.engines.weights.fingerprint import KnownWeights
 from lightrl.models.multimodal import MediaProcessor
 from lightrl.models.policy import Policy, predicting_positions, response_batch
@@ -196,6 +196,7 @@ class ColocatedServing:
 
     def _update_alike(self, weights: NamedTensors, version: int, *, expected: KnownWeights | None) -> SyncReport:
         """Updates the engine's weights, and proves that all ranks sent the same ones."""
+        require_same_names(self.group.comm, expected)
         engine, agreement = self.require_engine(), RankAgreement(self.group.comm, expected)
         watched = agreement.watched(weights)
         try:

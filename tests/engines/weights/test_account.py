@@ -1,5 +1,6 @@
 """The account of a weight sync: names, shapes, and whether values that were given are held."""
 
+import zlib
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from lightrl.engines.weights.account import (
     few_values,
     named_shapes,
     raise_problems,
+    require_same_names,
     sampled_indices,
 )
 from lightrl.engines.weights.fingerprint import Placed, Sums, fingerprint
@@ -283,3 +285,26 @@ def test_tensors_that_differ_between_ranks_are_named() -> None:
         assert given(changed, theirs)[0] == ["b differs between the ranks"]
     assert given({name: item for name, item in WEIGHTS.items() if name != "c"}, theirs)[0][0].startswith("c differs")
     assert RankAgreement(TwoRanks(), {"a": expected["gathered"]}).problems() == []
+
+
+class Gathering(Comm):
+    """Rank 0, which gathers the same function of its own item and of the names of other ranks."""
+
+    def __init__(self, *others: Any) -> None:
+        super().__init__()
+        self._others, self._gathers_names = others, False
+
+    def all_gather_object(self, item: Any, group: Any = None) -> list[Any]:
+        if not self._gathers_names:
+            self._gathers_names = True
+            return [item, *(zlib.crc32(repr(other).encode()) for other in self._others)]
+        return [item, *self._others]
+
+
+def test_ranks_with_fingerprints_of_other_weights_are_named() -> None:
+    require_same_names(Gathering(["a", "b"], ["a", "b"]), {"a": 1, "b": 2})
+    require_same_names(Gathering(None), None)
+    with pytest.raises(ValueError, match=r"Rank 0 has 2, and rank 2 has none\.$"):
+        require_same_names(Gathering(["a", "b"], None), ["a", "b"])
+    with pytest.raises(ValueError, match=r"Rank 0 has 2, and rank 1 has 1, the first other one being b in place of a"):
+        require_same_names(Gathering(["b"]), ["a", "b"])
