@@ -17,6 +17,7 @@ from lightrl.config import LateMistakeError
 from lightrl.config.command_line import flatten
 from lightrl.config.options import as_dict
 from lightrl.imports import load_object, require_call
+from lightrl.torch_settings import settings_kept
 from lightrl.trainers.disk_errors import forgive
 from lightrl.trainers.observer import Observer
 
@@ -68,7 +69,7 @@ class Loggers(Observer):
     def after_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Passes the metrics to the loggers."""
         for logger in self._loggers:
-            with self._comm.phase("log"):
+            with self._comm.phase("log"), settings_kept(f"The logger {type(logger).__name__}"):
                 self._forgiven(partial(logger.log, step, metrics))
 
     def _forgiven(self, write: Callable[[], None]) -> None:
@@ -107,7 +108,8 @@ def _start(names: tuple[str, ...], own: Mapping[str, Any], trainer: Any) -> list
 
 def _made(name: str, kind: Any, run: LoggedRun) -> Logger:
     """Makes a user's logger; raises LateMistakeError if a function of the user's made something else."""
-    made = kind(run)
+    with settings_kept(f"The logger {name!r}"):
+        made = kind(run)
     if not all(callable(getattr(made, method, None)) for method in ("log", "close")):
         raise LateMistakeError(f"The logger {name!r} returned {made!r:.80}, which has no log() or no close(). {_FORM}")
     if not inspect.isclass(kind):  # the methods of a class were checked before the run

@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lightrl.comm import Comm
 from lightrl.config import CheckpointConfig, GRPOConfig, JudgeConfig, LateMistakeError, RolloutLogConfig
@@ -76,6 +77,19 @@ def test_a_logger_is_told_of_a_failure_if_it_has_a_method_for_it(tmp_path: Path,
     error = KeyboardInterrupt()
     loggers.after_failure(error)
     assert told == [error]
+
+
+@pytest.mark.parametrize("moment", ["made", "logs"])
+def test_a_logger_that_leaves_settings_of_torch_changed_is_named(
+    tmp_path: Path, noted: str, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    loggers = Loggers(trainer_of(tmp_path, noted)) if moment == "logs" else None
+    monkeypatch.setattr(Noted, "log" if loggers else "__init__", lambda *_: torch.set_default_dtype(torch.float64))
+    try:
+        with pytest.raises(RuntimeError, match=r"The logger .*Noted.* has changed settings of torch for the rest"):
+            loggers.after_metrics(4, {}) if loggers else Loggers(trainer_of(tmp_path, noted))
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 class Unclosed:
