@@ -227,6 +227,8 @@ def load_tool(name: str) -> Tool:
             f"The tool {name!r} is {function!r}. A tool is a function: for a class, or an object with a state, write a "
             "function that calls it."
         )
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ValueError(f"The tool {name!r} yields, so that a call has no result. Return one value, such as a list.")
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
     unnamed = [item.name for item in inspect.signature(function).parameters.values() if item.kind in by_place]
     if unnamed:

@@ -7,6 +7,7 @@ import base64
 import logging
 import sys
 import time
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -75,6 +76,23 @@ def test_a_number_of_calls_that_would_wait_for_ever_is_refused(monkeypatch: pyte
     monkeypatch.setattr(limited, "max_concurrency", limit, raising=False)
     with pytest.raises(ValueError, match=f"max_concurrency {limit!r}: it must be a whole number from 1 on"):
         load_tool(f"{__name__}:limited")
+
+
+def yielding() -> Iterator[str]:
+    """Says a word."""
+    yield "word"
+
+
+async def yielding_later() -> AsyncIterator[str]:
+    """Says a word."""
+    yield "word"
+
+
+@pytest.mark.parametrize("name", ["yielding", "yielding_later"])
+def test_a_tool_that_yields_is_refused(name: str) -> None:
+    """The policy read `<generator object yielding at 0x7f...>`, in each run another number."""
+    with pytest.raises(ValueError, match=f"The tool '.*:{name}' yields, so that a call has no result. Return one"):
+        load_tool(f"{__name__}:{name}")
 
 
 @pytest.mark.parametrize("limit", [None, 1, 8])
