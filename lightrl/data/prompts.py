@@ -149,7 +149,9 @@ def build_prompts(
     return make_each(records, build) if isinstance(records, Streamed) else [build(*item) for item in enumerate(records)]
 
 
-def _cannot_build(records: Sequence[LocatedRecord], chat_template: str) -> ValueError:
+def _cannot_build(records: Sequence[LocatedRecord] | None, chat_template: str) -> ValueError:
+    if records is None:
+        return ValueError("There are no records to build prompts from: with_tools() of the workflow returned None.")
     if not records:
         return ValueError("There are no records to build prompts from: the data set is empty.")
     return ValueError(f"chat_template is {chat_template!r}: choose one of {', '.join(get_args(ChatTemplateUse))}.")

@@ -47,9 +47,8 @@ def episode_of_tensors(tensors: Mapping[str, Any], turns: Sequence[Turn] = ()) -
 def _rows(tensors: Mapping[str, Any]) -> dict[str, list[Any]]:
     missing = sorted({"input_ids", "loss_mask", "rewards"} - set(tensors.keys()))
     if missing:
-        raise ValueError(
-            f"An episode as a dict has no {', '.join(missing)}. It has {', '.join(sorted(tensors.keys()))}."
-        )
+        given = ", ".join(sorted(tensors.keys())) or "nothing"
+        raise ValueError(f"An episode as a dict has no {', '.join(missing)}. It has {given}.")
     present = {name: tensors[name] for name in _ROWS if name in tensors.keys()}  # noqa: SIM118  (TensorDict)
     no_tensors = sorted(name for name in (*present, "rewards") if not hasattr(tensors[name], "reshape"))
     if no_tensors:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightrl.data.prompts import tokenize
-from lightrl.imports import load_object
+from lightrl.imports import load_object, place_of
 from lightrl.records import Prompt
 from lightrl.rollout.client import EngineClient
-from lightrl.rollout.episode import Episode, Turn
-from lightrl.rollout.observations import as_messages, content_of, parts_of
+from lightrl.rollout.episode import Episode, Turn, shown
+from lightrl.rollout.observations import as_messages
 from lightrl.rollout.workflow import Workflow, check_arguments
 
 
@@ -101,13 +101,17 @@ class MultiTurnWorkflow(Workflow):
 
 
 async def _asked(user: Callable[..., Any], answer: str, data: Prompt) -> Sequence[Mapping[str, Any]] | None:
-    """Returns the user's reply as messages: an image or parts as they are, anything else as a text."""
+    """Returns the user's reply as messages; raises ValueError for a reply that is no text, image or message."""
     reply = user(answer, data)
     said = await reply if inspect.isawaitable(reply) else reply
     if said is None:
         return None
-    parts = parts_of(said)
-    return [{"role": "user", "content": str(said) if parts is None else content_of(parts)}]
+    if (messages := as_messages(said)) is None:
+        raise ValueError(
+            f"The user replied {shown(said)}{place_of(user)}. A reply must be a text, an image or messages, or None "
+            "when the conversation is over."
+        )
+    return messages
 
 
 def _last_turn(data: Prompt, episode: Episode, turn: Turn) -> Episode:

@@ -370,3 +370,9 @@ def test_a_text_model_takes_no_images(tmp_path: Path) -> None:
     assert joined.messages == ({"role": "user", "content": "add"},)
     (prompt,) = build_prompts(at({"prompt": "add", "images": []}), tokenizer, max_prompt_tokens=9, media=MediaFields())
     assert prompt.images == ()
+
+
+def test_a_workflow_that_loses_the_records_is_told() -> None:
+    lost: Any = None
+    with pytest.raises(ValueError, match=r"with_tools\(\) of the workflow returned None"):
+        build_prompts(lost, lost, max_prompt_tokens=1)

@@ -110,6 +110,8 @@ def test_missing_tensors_are_named() -> None:
     del given["loss_mask"], given["rewards"]
     with pytest.raises(ValueError, match="An episode as a dict has no loss_mask, rewards. It has input_ids, logprobs"):
         episode_of_tensors(given)
+    with pytest.raises(ValueError, match=r"has no input_ids, loss_mask, rewards\. It has nothing\."):
+        episode_of_tensors({})
 
 
 def test_a_list_in_place_of_a_tensor_is_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import pytest
@@ -101,6 +102,28 @@ def test_a_user_of_ones_own_ends_the_conversation() -> None:
     episode = play("a", "b", "42", user=HERE + "Teacher", words="why sure", reward=ends_well)
     assert text_of(episode) == "a|(a? why)b|(b? sure)42|"
     assert episode.reward == 1.0
+
+
+class Wordless:
+    """Gives the reply that it is made with."""
+
+    def __init__(self, *, reply: Any) -> None:
+        self._reply = reply
+
+    def __call__(self, answer: str, data: Prompt) -> Any:
+        return self._reply
+
+
+@pytest.mark.parametrize("reply", [("again", 1.0), 3, False, {"score": 1.0}])
+def test_a_reply_that_is_no_text_is_refused(reply: Any) -> None:
+    with pytest.raises(ValueError, match=f"The user replied {re.escape(repr(reply))}. A reply must be"):
+        play("a", "b", user=HERE + "Wordless", reply=reply, reward=ends_well)
+
+
+@pytest.mark.parametrize("reply", [{"role": "user", "content": " so "}, [{"role": "user", "content": " so "}]])
+def test_a_reply_may_be_messages(reply: Any) -> None:
+    limits = {"max_turns": 2}
+    assert text_of(play("a", "b", user=HERE + "Wordless", reply=reply, reward=ends_well, limits=limits)) == "a| so b|"
 
 
 @pytest.mark.parametrize(

@@ -199,6 +199,7 @@ async def forgotten() -> str:
         (("", "1", True), r"step\(action\) returned \('', '1', True\)"),
         (("", 1.0, {}), r"step\(action\) returned \('', 1.0, \{\}\)"),
         (("", 1.0, "no"), r"step\(action\) returned \('', 1.0, 'no'\)"),
+        (("1", 1.0, None), r"step\(action\) returned \('1', 1.0, None\)"),
         (("", torch.ones(2), True), r"step\(action\) returned \('', tensor"),
         ((3, 1.0, False), r"step\(action\) gave the observation 3\. It must be"),
         (
