@@ -42,7 +42,7 @@ from lightrl.strategy.optim.accumulation import accumulation_steps
 from lightrl.strategy.optim.optimizers import TrainedModels, build_lr_scheduler, checked_max_norm
 from lightrl.strategy.optim.parameter_kinds import apply_lr_scales
 from lightrl.strategy.optim.value_head import set_up_value_head
-from lightrl.strategy.own_class import checked_class, no_model, no_optimizer, no_step
+from lightrl.strategy.own_class import check_optimizer, checked_class, no_model, no_step
 from lightrl.strategy.results import (
     Batches,
     GroupBatches,
@@ -223,8 +223,8 @@ class StrategyBase(ForeignNames, ABC):
         optimizer = self.create_optimizer(
             model, lr=lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
         )
-        if not hasattr(optimizer, "param_groups"):
-            raise no_optimizer(type(self), optimizer)
+        if not type(self).__module__.startswith("lightrl."):
+            check_optimizer(self, optimizer, model)
         if head_lr is not None or frozen_head_steps:
             set_up_value_head(optimizer, model, head_lr, frozen_head_steps)
         scheduler = build_lr_scheduler(optimizer, optim, schedule_length)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from torch import Tensor, nn
 
 from lightrl.imports import place_of
 
@@ -69,10 +72,39 @@ def no_model(kind: type, returned: object) -> TypeError:
     )
 
 
-def no_optimizer(kind: type, returned: object) -> TypeError:
-    """Returns the error about a create_optimizer() that returns no optimizer."""
+def check_optimizer(strategy: Any, optimizer: Any, model: nn.Module) -> None:
+    """Raises an error on every rank for a result of create_optimizer() that cannot train the model; a collective.
+
+    A class with its own apply_gradients() may step other parameters, such as copies, than those of the model.
+    """
+    called = f"{type(strategy).__name__}.create_optimizer()"
+    with strategy.comm.phase("set-up", local=True):
+        if not hasattr(optimizer, "param_groups"):
+            raise _no_optimizer(called, optimizer)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        if not all(isinstance(rate, int | float | Tensor) and 0 <= rate < math.inf for rate in rates):
+            raise ValueError(f"{called} set the learning rates {rates}. Each must be a number from 0 on.")
+    apply = getattr(type(strategy), "apply_gradients", None)
+    if getattr(apply, "__module__", "") != "lightrl.strategy.torch_native":
+        return
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    names = [name for name, parameter in model.named_parameters() if id(parameter) in trained]
+    first, *others = strategy.comm.all_gather_object(names)
+    other = next((part for part in others if part != first), first)
+    if not first or other is not first:
+        differs = "" if other is first else ", and others on another rank"
+        raise ValueError(
+            f"{called} returned an optimizer over {len(trained)} parameters, of which {len(names)} are the model's"
+            f"{differs}. {_OVER_MODEL}"
+        )
+
+
+_OVER_MODEL = "It must train parameters of the model that it was given, the same on every rank: model.parameters()."
+
+
+def _no_optimizer(called: str, returned: object) -> TypeError:
     return TypeError(
-        f"{kind.__name__}.create_optimizer() returned {returned!r}. It must return an optimizer over the model's "
+        f"{called} returned {returned!r}. It must return an optimizer over the model's "
         "trainable parameters, such as torch.optim.AdamW(model.parameters(), lr=kwargs['lr'])."
     )
 
