@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -90,6 +91,29 @@ def torchrun_takes_it(line: str, folder: Path) -> None:
     get_args_parser().parse_args([*words_of(line)[1:], "program.py"])
 
 
+def torchrun_reads_it(line: str, folder: Path) -> None:
+    given = dict(word.split("=", 1) for word in words_of(line)[1:])
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in given.items():
+            patch.setenv(name, value)
+        options = vars(get_args_parser().parse_args(["program.py"]))
+    read = {name: str(options[name.removeprefix("PET_").lower()]) for name in given}
+    assert read == given
+
+
+def torch_reads_it(line: str, folder: Path) -> None:
+    """Each line of a rank begins with what the variable says."""
+    name, _, value = words_of(line)[1].partition("=")
+    variables = {name: value, "PET_TEE": "3", "PET_LOG_DIR": str(folder / "logs")}
+    (folder / "program.py").write_text("print('here')")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "program.py"]
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert {"[rank 0] here", "[rank 1] here"} <= set(done.stdout.splitlines())
+    assert [path.read_text() for path in (folder / "logs").rglob("stdout.log")] == ["here\n", "here\n"]
+
+
 def the_harness_is_next(line: str, folder: Path) -> None:
     """Only the package is missing, which test_harness_run.py has where it is installed."""
     (folder / "my_tasks").mkdir()
@@ -107,6 +131,8 @@ RUN: dict[str, Callable[[str, Path], None]] = {
     "torchrun --signals_to_handle ": torchrun_takes_it,
     "torchrun --nproc_per_node 8 -m lightrl.doctor": two_ranks_are_examined,
     "lightrl lm-eval ": the_harness_is_next,
+    "export PET_": torchrun_reads_it,
+    "export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE=": torch_reads_it,
 }
 
 
