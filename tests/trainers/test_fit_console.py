@@ -54,6 +54,16 @@ def test_a_slow_run_is_not_silent_for_long(capsys: pytest.CaptureFixture[str], m
     assert shown == [3, 6, 19, 50]  # after more than a minute each, and the one that is due
 
 
+def test_a_terminal_has_no_bar_if_it_is_wanted_for_a_debugger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/symptoms.md: the bar would overwrite what is typed into pdb."""
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: True, write=len, flush=lambda: None))
+    for name in ("TTY_COMPATIBLE", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    assert not RunConsole(Shown(), enabled=True, first_step=0, max_steps=2).progress.disable
+    monkeypatch.setenv("TTY_COMPATIBLE", "0")
+    assert RunConsole(Shown(), enabled=True, first_step=0, max_steps=2).progress.disable
+
+
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     console = RunConsole(Shown(), enabled=False, first_step=0, max_steps=2)
     with console.progress:
