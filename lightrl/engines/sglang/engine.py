@@ -33,6 +33,7 @@ from lightrl.engines.base import (
     as_prompt,
     eos_ids,
     model_folder,
+    no_actor,
     skeleton,
 )
 from lightrl.engines.frequencies import check_sglang
@@ -85,7 +86,7 @@ def build_sglang_engine(
 ) -> SGLangEngine:
     """Makes an engine with the source's architecture and folder; weights come with the first weight sync."""
     if source is None:
-        raise ValueError("The sglang engine needs the actor: setup_inference_engine(args, 'sglang', actor=actor).")
+        raise no_actor("sglang")
     if varies_with_length(source.config):
         check_sglang(source)
     return (kind or SGLangEngine)(source, tokenizer, options, device, group)
@@ -108,8 +109,7 @@ class SGLangEngine(InferenceEngine):
     ) -> None:
         self._options, self._device, self._group = options, device, group
         self._skeleton = skeleton(source)
-        text_config = self._skeleton.config.get_text_config()
-        self.vocab_size = int(text_config.vocab_size)
+        self.vocab_size = int(self._skeleton.config.get_text_config().vocab_size)
         self._eos_ids = eos_ids(source, tokenizer)
         self._left: dict[int, int] = {}  # unfinished samples of each request, on every rank
         self._next_request_id = 0
@@ -119,11 +119,10 @@ class SGLangEngine(InferenceEngine):
         self._samples: SampleTasks | None = None
         self._folders: list[Path] = []
         self._is_closed = False
-        context = getattr(text_config, "max_position_embeddings", None)
         self._reports = self._new_folder()
         try:
             self._free_for("weights")  # SGLang takes a share of what is free
-            self._traits = self._together(lambda: self._start(source, context))
+            self._traits = self._together(lambda: self._start(source))
             self._media = self._media_of(self._traits.model_path)
         except Exception:
             self.close()
@@ -132,7 +131,7 @@ class SGLangEngine(InferenceEngine):
 
     # ---- Start and end -----------------------------------------------------------------------------------------
 
-    def _start(self, source: PreTrainedModel, context: int | None) -> _Traits:
+    def _start(self, source: PreTrainedModel) -> _Traits:
         size, is_cpu = self._group.size, self._device.type == "cpu"
         _require_one_machine(size)
         if not is_installed("sglang"):
@@ -146,7 +145,7 @@ class SGLangEngine(InferenceEngine):
         arguments = server_arguments(
             self._options,
             model_path=model_folder(source, None, scratch),
-            context_length=context,
+            context_length=getattr(self._skeleton.config.get_text_config(), "max_position_embeddings", None),
             is_cpu=is_cpu,
             gpu=self._device.index or 0,
             tp_size=size,

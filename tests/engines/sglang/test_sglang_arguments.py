@@ -4,9 +4,12 @@ import os
 from dataclasses import replace
 
 import pytest
+import torch
 
 from lightrl.config import StrategyOptions
+from lightrl.engines.base import EngineGroup
 from lightrl.engines.sglang.arguments import engine_seed, environment_for_start, server_arguments
+from lightrl.engines.sglang.engine import build_sglang_engine
 
 KNOWN = [
     "attention_backend",
@@ -114,3 +117,12 @@ def test_each_group_of_ranks_draws_by_itself():
     seeds = [engine_seed(5, rank, 2) for rank in range(4)]
     assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
     assert engine_seed(6, 0, 2) != seeds[0]
+
+
+def test_the_engine_needs_the_actor() -> None:
+    with pytest.raises(
+        ValueError, match=r"The sglang engine needs the actor.* the strategy's unwrap_model\(\) returned"
+    ):
+        build_sglang_engine(
+            source=None, tokenizer=None, options=StrategyOptions(), device=torch.device("cpu"), group=EngineGroup()
+        )
