@@ -58,9 +58,9 @@ def _load_own(name: str, builtin: Mapping[str, str], what: str, example: str) ->
         sys.path.insert(0, os.getcwd())
     module = _module_of_file(source, name, what) if is_file else _imported(source, name, what)
     if not hasattr(module, attribute):
-        made = {key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
-        own = getattr(module, "__all__", ()) or {key for key in made if not key.startswith("_")}
-        hint = f" {nearest_name(attribute, own)}" if own else ""
+        defined = {key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
+        public = getattr(module, "__all__", ()) or {key for key in defined if not key.startswith("_")}
+        hint = f" {nearest_name(attribute, public)}" if public else ""
         raise ValueError(f"The {what} {name!r}: {source} has no {attribute!r}.{hint}")
     return getattr(module, attribute)
 

@@ -1,4 +1,4 @@
-"""The last words of a process: printed, and given to torchrun, whose own report comes last and shows the cause."""
+"""Prints why a process ends, and hands the reason to torchrun, whose own report comes last."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def leave_error(text: str) -> None:
 
 
 def print_last_word(text: str) -> None:
-    """Prints why this rank ends, with its number if there are several, and leaves the text for torchrun."""
+    """Prints the reason why this rank ends, after its number if there are several, and hands it to torchrun."""
     rank = os.environ.get("RANK")
     where = f"[rank {rank}] " if rank and os.environ.get("WORLD_SIZE", "1") != "1" else ""
     sys.stderr.write(f"{where}{text}\n")

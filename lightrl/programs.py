@@ -24,7 +24,7 @@ try:
         parse_config,
         print_text,
     )
-except KeyboardInterrupt:  # before start(), which handles it: reading all options takes longest
+except KeyboardInterrupt:  # start() handles a later one; this import takes longest
     exit_interrupted()
 
 

@@ -20,9 +20,9 @@ _OURS = {
     "bf16": "--dtype bfloat16",
     "chat_template_path": "--data.chat_template_file",
     "colocate_all_models": "--rollout_ranks 0 (the default)",
+    "dataset_name": "--train_data hf:OWNER/NAME",
     "delta": "--algorithm.loss_args dual_clip=...",
     "ds_tensor_parallel_size": "--tp_size with --strategy fsdp",
-    "dataset_name": "--train_data hf:OWNER/NAME",
     "dynamic_filtering": "--dynamic_sampling.enabled True",
     "enable_vllm_is_correction": "--algorithm.correction tis",
     "eps_clip": "--algorithm.clip_low and --algorithm.clip_high",
@@ -96,8 +96,8 @@ _OURS = {
     "train_max_tokens_per_gpu": "--max_tokens_per_microbatch",
     "use_bias_correction_kl": "--algorithm.kl_weighted True --algorithm.kl_gradient kl",
     "use_dynamic_batch": "--max_tokens_per_microbatch (always on)",
-    "use_peft": "--lora.rank",
     "use_kl_loss": "--algorithm.kl_coef (always in the loss of GRPO)",
+    "use_peft": "--lora.rank",
     "use_vllm": "--engine vllm",
     "vllm_enable_sleep": "--engine_sleep_level (on by default)",
     "vllm_enable_sleep_mode": "--engine_sleep_level (on by default)",
@@ -172,7 +172,7 @@ _VERL = {  # without actor_rollout_ref. in front
     "trainer.total_epochs": "--max_steps (records / num_prompts for each epoch)",
     "trainer.total_training_steps": "--max_steps",
 }
-_OFFLINE = {  # where a program of SFT, reward models or DPO has another name than GRPO
+_OFFLINE = {  # in SFT, reward-model and DPO training, where the names differ from those of GRPO
     "assistant_only_loss": "--data.train_on all (the default)",
     "center_rewards_coefficient": "--centring_coef",
     "chosen_key": "--data.chosen_field",

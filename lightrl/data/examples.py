@@ -220,9 +220,9 @@ class ExampleBuilder:
         return self._shown(self._encode(parts, where, self._tokenize, has_end=self._is_scored), record, field, where)
 
     def _without_second_end(self, text: str) -> str:
-        """Returns a text without an end token behind that of its last turn, which Phi's templates write when all ends.
+        """Returns a text without the second end token that Phi's templates write after a whole conversation.
 
-        In gpt-oss's template the only token that ends the last turn is another than in turns that others follow.
+        The only end token of a last turn stays: gpt-oss's template ends that turn with another token than earlier ones.
         """
         shorter = text.removesuffix(self._tokenizer.eos_token or "").rstrip()
         return shorter if self._special_ids.intersection(self._tokenize(shorter)[-1:]) else text

@@ -151,7 +151,7 @@ def build_prompts(
 
 def _cannot_build(records: Sequence[LocatedRecord] | None, chat_template: str) -> ValueError:
     if records is None:
-        return ValueError("There are no records to build prompts from: with_tools() of the workflow returned None.")
+        return ValueError("with_tools() of the workflow returned None. It must return the records.")
     if not records:
         return ValueError("There are no records to build prompts from: the data set is empty.")
     return ValueError(f"chat_template is {chat_template!r}: choose one of {', '.join(get_args(ChatTemplateUse))}.")

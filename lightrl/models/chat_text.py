@@ -68,7 +68,7 @@ def warn_of_thoughts(message: Mapping[str, Any], rendered: str, where: str) -> N
 
 
 def warn_of_lost_messages(messages: Iterable[Mapping[str, Any]], rendered: str, where: str) -> None:
-    """Warns of a message whose text a template has left out, as many do with roles that they do not know.
+    """Warns of messages whose text the template left out, as many do with roles that they do not know.
 
     Answers are not looked at: templates leave out thoughts, and some leave out what is said beside a tool call.
 
@@ -79,24 +79,24 @@ def warn_of_lost_messages(messages: Iterable[Mapping[str, Any]], rendered: str, 
             _warn_once(
                 "%s: the chat template leaves out the text of a message of the role %r, so that the model never reads "
                 "it. Give the text to a role that the template writes there, such as user, or use a template that "
-                "writes this one (--data.chat_template_file). Other messages may be alike.",
+                "writes this one (for the policy --data.chat_template_file). Other messages may be affected, too.",
                 *(where, message.get("role")),
             )
 
 
 def warn_of_lost_answer(message: Mapping[str, Any], rendered: str, where: str) -> None:
-    """Warns of an answer to learn whose text a template has left out, except for a thought before it."""
+    """Warns if the template left out an answer to be learned; a thought before it may be missing."""
     answer = _text_of(message.get("content")).rpartition("</think>")[2]
     if _is_lost(answer, rendered):
         _warn_once(
             "%s: the chat template leaves out the answer %.80r, so it is not learned. Use a template that writes it "
-            "(--data.chat_template_file). Other records may be alike.",
+            "(--data.chat_template_file). Other records may be affected, too.",
             *(where, answer.strip()),
         )
 
 
 def _is_lost(text: str, rendered: str) -> bool:
-    """Returns whether no part of a text is in a rendered one. Templates trim texts, or write them as JSON."""
+    """Returns whether a rendered text has neither the text nor its longest word: templates trim texts or write JSON."""
     return text not in rendered and max(_WORD.findall(text), key=len, default="") not in rendered
 
 

@@ -207,7 +207,7 @@ def _is_rendered(data: Prompt) -> bool:
 def _step_of(result: Any) -> tuple[Any, float, Any]:
     try:
         observation, reward, is_over = result
-        if isinstance(reward, str | bytes) or isinstance(is_over, str | bytes | Mapping | None):  # such as an info dict
+        if isinstance(reward, str | bytes) or isinstance(is_over, str | bytes | Mapping | None):  # None or an info dict
             raise TypeError
         return observation, float(reward), is_over
     except (TypeError, ValueError, RuntimeError):  # the last of a tensor of several numbers

@@ -21,6 +21,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from lightrl.models.packed_attention import ATTENTION_NAME, packed_attention
+from lightrl.models.policy import persistent_buffers
 
 _COMPILED = "_forward_is_compiled"
 _IN_FLOAT32 = re.compile(r"\.float\(\)$|\.(to|type)\((dtype=)?torch\.float(32)?\)$")  # the end of a cast
@@ -78,17 +79,15 @@ def compute_in_bfloat16(model: nn.Module, device: torch.device) -> None:
     model.forward = torch.autocast(device.type, dtype=torch.bfloat16)(model.forward)
 
 
-def cast_beside_buffers(model: nn.Module, device: torch.device) -> None:
-    """Runs modules that a checkpoint gives matrices as buffers, such as MiniMax's decays, under autocast.
+def autocast_beside_matrix_buffers(model: nn.Module, device: torch.device) -> None:
+    """Runs modules that multiply by matrices kept as buffers, such as the decays of MiniMax, under autocast.
 
-    FSDP casts parameters to bfloat16 and leaves buffers in float32, and products of the two fail.
+    FSDP casts parameters to bfloat16 and leaves buffers in float32, and a product of the two fails.
     """
-    for module in model.modules():
-        if any(
-            buffer.is_floating_point() and buffer.ndim > 1 and name not in module._non_persistent_buffers_set
-            for name, buffer in module.named_buffers(recurse=False)
-        ):
-            module.forward = torch.autocast(device.type, dtype=torch.bfloat16)(module.forward)
+    matrices = [name for name, item in persistent_buffers(model) if item.is_floating_point() and item.ndim > 1]
+    for owner in sorted({name.rpartition(".")[0] for name in matrices}):
+        module = model.get_submodule(owner)
+        module.forward = torch.autocast(device.type, dtype=torch.bfloat16)(module.forward)
 
 
 @cache

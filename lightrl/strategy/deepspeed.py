@@ -72,7 +72,7 @@ class DeepSpeedStrategy(TorchStrategy):
         )
 
     def close(self) -> None:
-        """Leaves the process group, and lets DeepSpeed forget its own groups, which a new strategy would be given."""
+        """Leaves the process group, and clears DeepSpeed's references to its own groups, which would outlive it."""
         super().close()
         if hasattr(self, "_deepspeed") and not self._deepspeed.comm.is_initialized():
             self._deepspeed.utils.groups._release_process_group_references()

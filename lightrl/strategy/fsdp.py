@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from lightrl.models.per_sequence import RUNS_APART
 from lightrl.models.router_biases import router_biases
 from lightrl.records import PackedBatch
-from lightrl.strategy.computation import cast_beside_buffers, enable_gradient_checkpointing
+from lightrl.strategy.computation import autocast_beside_matrix_buffers, enable_gradient_checkpointing
 from lightrl.strategy.layout.host_layout import HostLayout
 from lightrl.strategy.layout.materialize import move_buffers, to_meta
 from lightrl.strategy.layout.meshes import Meshes, MeshSizes, build_meshes, ensure_process_group
@@ -94,7 +94,7 @@ class FSDPStrategy(TorchStrategy):
         settings = self._sharding(model)
         if self.options.dtype == "bfloat16":
             self._shard_float32_parts(model, settings)
-            cast_beside_buffers(model, self.device)
+            autocast_beside_matrix_buffers(model, self.device)
         for block in reversed(transformer_blocks(model)):  # blocks inside blocks first
             fully_shard(block, mesh=self.meshes.block, **settings)
         # The backward begins with the root unit. Without a backward, after_forward_only() shards it.

@@ -28,6 +28,7 @@ _CALLS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
     "load_ckpt": (("model", "load_dir"), ("tag",)),
 }
 _REMEDY = "Change its parameters; **kwargs takes those that you do not need."
+_OVER_MODEL = "It must train parameters of the model that it was given, the same on every rank: model.parameters()."
 _REMEDIES = {"__init__": "Write __init__(self, **settings) and begin it with super().__init__(**settings)."}
 
 
@@ -83,7 +84,7 @@ def check_optimizer(strategy: Any, optimizer: Any, model: nn.Module) -> None:
             raise _no_optimizer(called, optimizer)
         rates = [group["lr"] for group in optimizer.param_groups]
         if not all(isinstance(rate, int | float | Tensor) and 0 <= rate < math.inf for rate in rates):
-            raise ValueError(f"{called} set the learning rates {rates}. Each must be a number from 0 on.")
+            raise ValueError(f"{called} set the learning rates {rates}. Each must be a finite number of at least 0.")
     apply = getattr(type(strategy), "apply_gradients", None)
     if getattr(apply, "__module__", "") != "lightrl.strategy.torch_native":
         return
@@ -92,14 +93,11 @@ def check_optimizer(strategy: Any, optimizer: Any, model: nn.Module) -> None:
     first, *others = strategy.comm.all_gather_object(names)
     other = next((part for part in others if part != first), first)
     if not first or other is not first:
-        differs = "" if other is first else ", and others on another rank"
+        differs = "" if other is first else "; on another rank they are different ones"
         raise ValueError(
-            f"{called} returned an optimizer over {len(trained)} parameters, of which {len(names)} are the model's"
+            f"{called} returned an optimizer of {len(trained)} parameters, {len(names)} of them the model's"
             f"{differs}. {_OVER_MODEL}"
         )
-
-
-_OVER_MODEL = "It must train parameters of the model that it was given, the same on every rank: model.parameters()."
 
 
 def _no_optimizer(called: str, returned: object) -> TypeError:

@@ -385,7 +385,7 @@ def sync_engine(trainer: Trainer) -> None:
 
 def describe_rollout(samples: Sequence[Sample], rewards: Sequence[float], statistics: Statistics) -> None:
     """Adds the reward and length statistics of this rank's samples; a failed episode, without a turn, has no length."""
-    if scored := [pair for pair in zip(samples, rewards, strict=True) if has_reward(pair[1])]:  # else no mean, not 0
+    if scored := [pair for pair in zip(samples, rewards, strict=True) if has_reward(pair[1])]:  # otherwise no mean
         statistics.values("reward/mean", [reward for _, reward in scored])
     groups = [[reward for _, reward in group] for _, group in groupby(scored, key=lambda pair: pair[0].position)]
     if groups and len({sample.position for sample in samples}) < len(samples):  # otherwise nothing could be compared

@@ -105,9 +105,8 @@ class EagerLink(StoreLink):
             number, rewards = self.num_claimed, self._rewards[self.num_claimed]
             self.start(self.version)
             statistics = {"reward/mean": ("mean", sum(rewards), float(len(rewards)))}
-            self.finish(
-                *(number, self.version, rewards), statuses=self._statuses, statistics=statistics, failure="on fire"
-            )
+            failure = {"statuses": self._statuses, "failure": "on fire"}
+            self.finish(number, self.version, rewards, statistics=statistics, **failure)
 
     def wait(self, is_done: Callable[[], bool], what: str) -> None:
         for _ in range(100):

@@ -136,7 +136,7 @@ def test_samples_that_are_continued_share_no_request() -> None:
     assert [(params.n, begun) for (_, params, begun), _ in _merged(made)] == [(1, item.partial) for item in made]
 
 
-def test_requests_of_one_pass_after_another_share_a_step() -> None:
+def test_requests_of_consecutive_passes_share_a_step() -> None:
     made, engine = driver()
 
     async def episode(job: int) -> None:

@@ -135,7 +135,7 @@ def _link_of(made):
 
 @pytest.mark.parametrize(("num_ranks", "size", "expected"), [(4, 1, 2), (4, 2, 4), (16, 1, 1), (1, 1, 6)])
 def test_each_engine_has_its_share_of_the_groups_at_once(model, num_ranks, size, expected):
-    """Of 8 groups, on ranks that make up engines of this size; a step has 6."""
+    """8 groups are shared among num_ranks / size engines; a step has 6, which caps the share."""
     config = replace(CONFIG, num_prompts=6, rollout=replace(CONFIG.rollout, max_groups=8, max_staleness=1))
     link = Store()
     link.role = SimpleNamespace(num_rollout=num_ranks)

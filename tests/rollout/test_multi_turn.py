@@ -104,7 +104,7 @@ def test_a_user_of_ones_own_ends_the_conversation() -> None:
     assert episode.reward == 1.0
 
 
-class Wordless:
+class FixedReply:
     """Gives the reply that it is made with."""
 
     def __init__(self, *, reply: Any) -> None:
@@ -117,13 +117,13 @@ class Wordless:
 @pytest.mark.parametrize("reply", [("again", 1.0), 3, False, {"score": 1.0}])
 def test_a_reply_that_is_no_text_is_refused(reply: Any) -> None:
     with pytest.raises(ValueError, match=f"The user replied {re.escape(repr(reply))}. A reply must be"):
-        play("a", "b", user=HERE + "Wordless", reply=reply, reward=ends_well)
+        play("a", "b", user=HERE + "FixedReply", reply=reply, reward=ends_well)
 
 
 @pytest.mark.parametrize("reply", [{"role": "user", "content": " so "}, [{"role": "user", "content": " so "}]])
 def test_a_reply_may_be_messages(reply: Any) -> None:
     limits = {"max_turns": 2}
-    assert text_of(play("a", "b", user=HERE + "Wordless", reply=reply, reward=ends_well, limits=limits)) == "a| so b|"
+    assert text_of(play("a", "b", user=HERE + "FixedReply", reply=reply, reward=ends_well, limits=limits)) == "a| so b|"
 
 
 @pytest.mark.parametrize(

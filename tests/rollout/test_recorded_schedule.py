@@ -25,7 +25,7 @@ def append(folder, step, *groups):
     ScheduleLog(folder).append(step, groups, [calls_of(made) for made in groups])
 
 
-def test_a_call_is_told_by_runs_of_versions():
+def test_a_call_is_recorded_as_runs_of_versions():
     assert segments((3, 3, 4, 3), 1) == [[3, 2], [4, 1], [3, 1]]
     assert segments((), 1) == [[1, 0]]  # without a token
     assert segments(None, 1) == []  # given up

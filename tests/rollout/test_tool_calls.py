@@ -90,7 +90,7 @@ async def yielding_later() -> AsyncIterator[str]:
 
 @pytest.mark.parametrize("name", ["yielding", "yielding_later"])
 def test_a_tool_that_yields_is_refused(name: str) -> None:
-    """The policy read `<generator object yielding at 0x7f...>`, in each run another number."""
+    """The text of a generator holds an address, which differs from run to run."""
     with pytest.raises(ValueError, match=f"The tool '.*:{name}' yields, so that a call has no result. Return one"):
         load_tool(f"{__name__}:{name}")
 

@@ -74,7 +74,7 @@ def sgd() -> torch.optim.Optimizer:
 def branched(
     folder: Path, *, before: str = "", extra: int = 0, critic_extra: int = 0, others: Any = (), **optim: Any
 ) -> list[Any]:
-    """Ends the schedules of a run of 10 steps of 2 x 2 updates that goes on behind step 4 of a checkpoint.
+    """Ends the schedules of a run of 10 steps of 2 x 2 updates that continues after step 4 of a checkpoint.
 
     Returns the policy's and the critic's.
     """

@@ -147,7 +147,7 @@ def test_an_episode_that_failed_has_no_length() -> None:
     assert (found["tokens/response_mean"], found["tokens/truncated"]) == (3, 0.5)
 
 
-def test_what_no_sample_has_gets_no_number() -> None:
+def test_a_step_without_a_sample_or_a_reward_reports_no_means() -> None:
     """A 0 would look like empty responses, or like groups of unequal rewards."""
     counts = {"tokens/prompt", "tokens/response"}
     assert set(reduced([], [])) == counts

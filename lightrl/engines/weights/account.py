@@ -285,11 +285,11 @@ def require_same_names(comm: Comm, names: Iterable[str] | None) -> None:
         return
     first, *others = comm.all_gather_object(own)
     rank, other = next((rank, part) for rank, part in enumerate(others, start=1) if part != first)
-    differing = [pair for pair in zip_longest(first or (), other or ()) if pair[0] != pair[1]]
-    where = f", the first other one being {differing[0][1]} in place of {differing[0][0]}" if first and other else ""
+    differing = [pair for pair in zip_longest(first or (), other or (), fillvalue="nothing") if pair[0] != pair[1]]
+    where = f". The first difference is {differing[0][1]} in place of {differing[0][0]}" if first and other else ""
     raise ValueError(
-        "weight_fingerprints() of the strategy must return those of the same weights in the same order on every rank, "
-        f"or None on all. Rank 0 has {_number_of(first)}, and rank {rank} has {_number_of(other)}{where}."
+        "weight_fingerprints() of the strategy must cover the same weights in the same order on every rank, or return "
+        f"None on all. Rank 0 has {_number_of(first)}, and rank {rank} has {_number_of(other)}{where}."
     )
 
 

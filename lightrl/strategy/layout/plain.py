@@ -176,7 +176,7 @@ class PlainLayout:
 
     def summed(self, shares: Sequence[Share], own: Tensor) -> dict[str, Fingerprint]:
         """Adds up the shares of the first holders."""
-        require_same_names(self.comm, [share.name for share in shares])  # sums of other lengths would end the process
+        require_same_names(self.comm, [share.name for share in shares])  # gloo aborts on sums of different lengths
         totals = self.comm.all_reduce(own * torch.tensor([share.is_first for share in shares]), "sum")
         return {
             share.name: Fingerprint(total, share.numel) for share, total in zip(shares, totals.tolist(), strict=True)

@@ -306,5 +306,7 @@ def test_ranks_with_fingerprints_of_other_weights_are_named() -> None:
     require_same_names(Gathering(None), None)
     with pytest.raises(ValueError, match=r"Rank 0 has 2, and rank 2 has none\.$"):
         require_same_names(Gathering(["a", "b"], None), ["a", "b"])
-    with pytest.raises(ValueError, match=r"Rank 0 has 2, and rank 1 has 1, the first other one being b in place of a"):
+    with pytest.raises(ValueError, match=r"Rank 0 has 2, and rank 1 has 1\. The first difference is b in place of a"):
         require_same_names(Gathering(["b"]), ["a", "b"])
+    with pytest.raises(ValueError, match=r"rank 1 has 1\. The first difference is nothing in place of b\.$"):
+        require_same_names(Gathering(["a"]), ["a", "b"])

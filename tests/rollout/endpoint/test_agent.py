@@ -120,8 +120,8 @@ def test_exit_in_a_task_of_the_endpoints_loop_ends_only_its_episode() -> None:
     workflow.endpoint.stop()
 
 
-class Giving(EndpointWorkflow):
-    """Gives its key to somebody else, and fails."""
+class KeyLeaking(EndpointWorkflow):
+    """Keeps the key of its episode for later, and fails."""
 
     async def play(self, data: Any, *, base_url: str, api_key: str, model: str) -> Any:
         self.given = {"Authorization": f"Bearer {api_key}"}
@@ -129,7 +129,7 @@ class Giving(EndpointWorkflow):
 
 
 def test_the_key_of_an_episode_that_has_ended_is_refused() -> None:
-    workflow = Giving()
+    workflow = KeyLeaking()
 
     async def run() -> tuple[int, str]:
         with pytest.raises(KeyError):
