@@ -74,6 +74,7 @@ class DeepSpeedStrategy(TorchStrategy):
     def close(self) -> None:
         """Leaves the process group, and clears DeepSpeed's references to its own groups, which would outlive it."""
         super().close()
+        # As in destroy_process_group of https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/comm/comm.py
         if hasattr(self, "_deepspeed") and not self._deepspeed.comm.is_initialized():
             self._deepspeed.utils.groups._release_process_group_references()
 
