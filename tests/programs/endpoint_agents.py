@@ -107,6 +107,15 @@ async def deaf(data):
     return 1.0
 
 
+def yielding(data, base_url, api_key):
+    yield 1.0
+
+
+class Yielding:
+    async def __call__(self, data, base_url, api_key):
+        yield 1.0
+
+
 async def limited(data, base_url, api_key, limit: int = 2, **others):
     return 1.0
 

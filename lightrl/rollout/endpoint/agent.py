@@ -100,6 +100,9 @@ def _loaded_agent(name: str, arguments: Mapping[str, Any]) -> tuple[Callable[...
     check_types(signature, arguments)
     if "base_url" not in takes or "api_key" not in takes:
         raise ValueError(f"The agent {name!r} must take base_url and api_key, and call the policy with them.")
+    call = getattr(found, "__call__", found)  # noqa: B004
+    if any(map(inspect.isgeneratorfunction, (found, call))) or any(map(inspect.isasyncgenfunction, (found, call))):
+        raise ValueError(f"The agent {name!r} yields, so that nothing of it runs. It must return the reward or None.")
     return (_with(found, arguments) if arguments else found), takes
 
 

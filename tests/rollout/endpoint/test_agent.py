@@ -170,6 +170,8 @@ asyncio.run(run())
         (("agent=endpoint_agents:nobody",), "has no 'nobody'"),
         (("agent=endpoint_agents:nothing",), "is a int; it must be a function or a class"),
         (("agent=endpoint_agents:deaf",), "must take base_url and api_key"),
+        (("agent=endpoint_agents:yielding",), "yields, so that nothing of it runs. It must return the reward or None"),
+        (("agent=endpoint_agents:Yielding",), "yields, so that nothing of it runs"),
         (("agent=endpoint_agents:silent", "tempo=3"), "cannot be called: got an unexpected keyword argument 'tempo'"),
         (("agent=endpoint_agents:Talker",), "cannot be built: missing a required argument: 'times'"),
         (("agent=endpoint_agents:silent", "host=0.0.0.0"), "can be reached from other machines"),
