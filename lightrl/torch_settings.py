@@ -55,5 +55,5 @@ def _changed(what: str, before: Mapping[str, object], after: Mapping[str, object
     told = [f"{name} from {old} to {after[name]}" for name, old in before.items() if after[name] != old]
     return (
         f"{what} has changed settings of torch for the rest of the run: {', '.join(told)}. It must set them back. "
-        "A context such as `with torch.no_grad():` does so by itself."
+        "A context such as `with torch.no_grad():` does so by itself, unless an `await` is inside it."
     )

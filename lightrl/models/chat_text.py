@@ -12,7 +12,8 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields of a message, of which a template reads one or none
-_WORD = re.compile(r"\w+")
+_THOUGHT_END = re.compile(r"</\w+>|\[/\w+\]")
+_WORD = re.compile(r"\b(?!(?:system|user|assistant|tool)\b)\w+")  # names of roles are in other messages too
 _WARNED_OF: set[str] = set()  # data sets and the warnings that have been given for them
 
 
@@ -86,7 +87,7 @@ def warn_of_lost_messages(messages: Iterable[Mapping[str, Any]], rendered: str, 
 
 def warn_of_lost_answer(message: Mapping[str, Any], rendered: str, where: str) -> None:
     """Warns if the template left out an answer to be learned; a thought before it may be missing."""
-    answer = _text_of(message.get("content")).rpartition("</think>")[2]
+    answer = _THOUGHT_END.split(_text_of(message.get("content")))[-1]
     if _is_lost(answer, rendered):
         _warn_once(
             "%s: the chat template leaves out the answer %.80r, so it is not learned. Use a template that writes it "
@@ -102,7 +103,7 @@ def _is_lost(text: str, rendered: str) -> bool:
 
 def _text_of(content: Any) -> str:
     if isinstance(content, list):
-        return " ".join(part["text"] for part in content if isinstance(part, Mapping) and part.get("type") == "text")
+        return " ".join(str(part.get("text") or "") for part in content if isinstance(part, Mapping))
     return content if isinstance(content, str) else ""
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from lightrl.engines.base import AnyPrompt, Completion, EngineGroup, EnginePrompt, SamplingParams, as_prompt
 from lightrl.engines.colocated import ColocatedEngine
 from lightrl.rollout.event_loop import run_episodes
+from lightrl.torch_settings import settings_kept
 
 logger = logging.getLogger(__name__)
 
@@ -109,12 +110,13 @@ class EpisodeDriver:
     async def _lead(self, episodes: Iterable[Awaitable[Result]]) -> list[Result]:
         tasks = [asyncio.ensure_future(episode) for episode in episodes]
         try:
-            while not all(task.done() for task in tasks):
-                await self._let_episodes_go_on()
-                if self._wishes or self._waiting:
-                    self._tick()
-                elif unfinished := [task for task in tasks if not task.done()]:
-                    await self._wait_for_a_wish(unfinished)
+            with settings_kept("Code of the episodes (a workflow, or its environment, tools, user or agent)"):
+                while not all(task.done() for task in tasks):
+                    await self._let_episodes_go_on()
+                    if self._wishes or self._waiting:
+                        self._tick()
+                    elif unfinished := [task for task in tasks if not task.done()]:
+                        await self._wait_for_a_wish(unfinished)
             results = [task.result() for task in tasks]
         except BaseException as error:
             for task in tasks:

@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import torch
 
 from lightrl.rewards.async_scoring import is_in_a_loop, new_event_loop, run_for_ever, run_until_done, without_exit
-from lightrl.torch_settings import settings_kept
 
 Result = TypeVar("Result")
 
@@ -57,16 +56,10 @@ def run_episodes(main: Coroutine[Any, Any, Result]) -> Result:
 
 def _run_on_kept_loop(loop: asyncio.AbstractEventLoop, main: Coroutine[Any, Any, Result]) -> Result:
     try:
-        return run_with_settings_kept(loop, main)
+        return run_until_done(loop, main)
     except BaseException:
         run_until_done(loop, _end_others())  # so that the episodes can clean up
         raise
-
-
-def run_with_settings_kept(loop: asyncio.AbstractEventLoop, main: Coroutine[Any, Any, Result]) -> Result:
-    """Runs episodes until main is done; raises RuntimeError if their code has changed settings of torch."""
-    with settings_kept("Code of the episodes (a workflow, or its environment, tools, user or agent)"):
-        return run_until_done(loop, main)
 
 
 def run_to_its_end(main: Coroutine[Any, Any, Result]) -> Result:

@@ -106,7 +106,7 @@ async def _asked(user: Callable[..., Any], answer: str, data: Prompt) -> Sequenc
     said = await reply if inspect.isawaitable(reply) else reply
     if said is None:
         return None
-    if (messages := as_messages(said)) is None:
+    if not (messages := as_messages(said)):
         raise ValueError(
             f"The user replied {shown(said)}{place_of(user)}. A reply must be a text, an image or messages, or None "
             "when the conversation is over."

@@ -249,16 +249,21 @@ def refused_image(parts: Iterable[Message], media: MediaProcessor) -> str:
 def as_messages(observation: Any) -> Sequence[Message] | None:
     """Returns an observation as messages; None unless it is a text, an image, parts, or one or several messages."""
     if isinstance(observation, Mapping) and "content" in observation:
-        return [_message({"role": "user", **observation})]
+        return _messages([{"role": "user", **observation}])
     if isinstance(observation, str):
         return [{"role": "user", "content": observation}]
     if (parts := parts_of(observation)) is not None:
         return [{"role": "user", "content": content_of(parts)}]
-    is_list = isinstance(observation, list) and all(isinstance(message, Mapping) for message in observation)
-    return list(map(_message, observation)) if is_list else None
+    return _messages(observation) if isinstance(observation, list) else None
 
 
-def _message(given: Message) -> Message:
-    """Returns a message whose content is a text or parts, also if images and texts were given as they are."""
-    parts = parts_of(given.get("content"))
-    return given if parts is None else {**given, "content": parts}
+def _messages(given: Sequence[Any]) -> list[Message] | None:
+    """Returns messages whose contents are texts or parts, also for bare images; None for anything else."""
+    made: list[Message] = []
+    for message in given:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        parts = parts_of(content)
+        if parts is None and not isinstance(content, str):
+            return None
+        made.append(message if parts is None else {**message, "content": content_of(parts)})
+    return made

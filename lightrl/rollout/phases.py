@@ -10,7 +10,7 @@ from lightrl.engines.base import AnyPrompt, Completion, EngineGroup, SamplingPar
 from lightrl.engines.colocated import ColocatedEngine
 from lightrl.rewards.async_scoring import run_until_done
 from lightrl.rollout.driver import EpisodeDriver, Wish, _Tick
-from lightrl.rollout.event_loop import episodes_loop, run_with_settings_kept
+from lightrl.rollout.event_loop import episodes_loop
 from lightrl.rollout.journal import CURRENT, Journal, Number, next_shared
 
 
@@ -97,7 +97,7 @@ class PhasedDriver(EpisodeDriver):
                 self._follow_once()
             return
         try:
-            run_with_settings_kept(self._loop, self._lead_steps(count))
+            run_until_done(self._loop, self._lead_steps(count))
         except BaseException as error:
             self._group.broadcast(_Tick([], [], failure=f"{type(error).__name__}: {error}", is_last=True))
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 from torch import Tensor, nn
@@ -82,8 +83,8 @@ def check_optimizer(strategy: Any, optimizer: Any, model: nn.Module) -> None:
     with strategy.comm.phase("set-up", local=True):
         if not hasattr(optimizer, "param_groups"):
             raise _no_optimizer(called, optimizer)
-        rates = [group["lr"] for group in optimizer.param_groups]
-        if not all(isinstance(rate, int | float | Tensor) and 0 <= rate < math.inf for rate in rates):
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        if not all(isinstance(rate, Real | Tensor) and 0 <= float(rate) < math.inf for rate in rates):
             raise ValueError(f"{called} set the learning rates {rates}. Each must be a finite number of at least 0.")
     apply = getattr(type(strategy), "apply_gradients", None)
     if getattr(apply, "__module__", "") != "lightrl.strategy.torch_native":

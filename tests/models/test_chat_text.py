@@ -145,6 +145,15 @@ def test_a_message_that_the_template_leaves_out_is_told_once(role: str, caplog: 
     assert caplog.text.count("leaves out") == 2
 
 
+def test_a_lost_text_whose_longest_word_names_a_role_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    chat_text_module._WARNED_OF.clear()
+    named = TWO_ROLES.replace("m.role[0]", "m.role")
+    turns = [{"role": "developer", "content": "be my assistant"}, {"role": "user", "content": "q"}]
+    turns += [{"role": "assistant", "content": "x"}, {"role": "user", "content": "r"}]
+    build_prompts([({"messages": turns}, "data.jsonl:1")], letters(named), max_prompt_tokens=99)
+    assert "leaves out the text of a message of the role 'developer'" in caplog.text
+
+
 def test_a_text_that_the_template_rewrites_is_not_left_out(caplog: pytest.LogCaptureFixture) -> None:
     chat_text_module._WARNED_OF.clear()
     as_json = TWO_ROLES.replace("m.content | trim", "m.content | tojson")  # as Llama 3.1 writes the answers of tools
@@ -153,6 +162,8 @@ def test_a_text_that_the_template_rewrites_is_not_left_out(caplog: pytest.LogCap
             record = {"messages": [{"role": "user", "content": text}]}
             assert build_prompts([(record, "data.jsonl:1")], letters(template), max_prompt_tokens=99)
     build({"prompt": "q", "response": " x "}, letters(TWO_ROLES))
+    tagged = TWO_ROLES.replace("{{ m.content | trim }}", "{{ m.content.split('</thought>')[-1] }}")
+    assert build({"prompt": "q", "response": "<thought>why</thought>x"}, letters(tagged)) == "u:q;a:[x;</s>]"
     drops = TWO_ROLES.replace("{{ m.content | trim }}", "{{ m.content.split('</think>')[-1] }}")
     assert build({"prompt": "q", "response": "<think>why</think>x"}, letters(drops)) == "u:q;a:[x;</s>]"
     assert "leaves out" not in caplog.text

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
 from lightrl.engines.base import Completion, EngineGroup, EnginePrompt, SamplingParams
@@ -238,6 +239,33 @@ def test_an_error_leaves_nothing_in_the_engine() -> None:
     with pytest.raises(KeyError, match="a mistake in the caller"):
         made.run([0, 1], episode)
     assert not engine.has_unfinished()
+
+
+class Sending(EngineGroup):
+    """A group that keeps what its first rank sends."""
+
+    def broadcast(self, item: Any) -> Any:
+        SENT.append(item)
+        return item
+
+
+SENT: list[Any] = []
+
+
+def test_episodes_that_leave_settings_of_torch_changed_are_told_to_the_whole_group() -> None:
+    """Before the last tick: after it, the other ranks would wait for results."""
+
+    async def careless(job: int) -> None:
+        torch.set_grad_enabled(False)
+
+    SENT.clear()
+    told = r"Code of the episodes \(.*\) has changed settings of torch .*is_grad_enabled\(\) from True to False"
+    try:
+        with pytest.raises(RuntimeError, match=told):
+            EpisodeDriver(ScriptedEngine(), Sending()).run([0], careless)  # type: ignore[arg-type]
+    finally:
+        torch.set_grad_enabled(True)
+    assert "has changed settings of torch" in SENT[-1].failure
 
 
 def test_a_rank_without_episodes_returns_none() -> None:

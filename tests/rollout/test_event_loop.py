@@ -281,16 +281,3 @@ def test_each_thread_has_a_loop_for_its_episodes() -> None:
         first, second = [pool.submit(run_episodes, loop_of_the_caller()) for _ in range(2)]
         assert first.result() is not second.result()
     assert run_episodes(loop_of_the_caller()) is run_episodes(loop_of_the_caller())
-
-
-async def careless() -> None:
-    torch.set_grad_enabled(False)
-
-
-def test_code_of_episodes_that_leaves_settings_of_torch_changed_is_told() -> None:
-    told = r"Code of the episodes \(.*\) has changed settings of torch .*is_grad_enabled\(\) from True to False"
-    try:
-        with pytest.raises(RuntimeError, match=told):
-            run_episodes(careless())
-    finally:
-        torch.set_grad_enabled(True)

@@ -114,13 +114,20 @@ class FixedReply:
         return self._reply
 
 
-@pytest.mark.parametrize("reply", [("again", 1.0), 3, False, {"score": 1.0}])
+@pytest.mark.parametrize("reply", [("again", 1.0), 3, False, {"score": 1.0}, [], [{}], {"content": None}])
 def test_a_reply_that_is_no_text_is_refused(reply: Any) -> None:
     with pytest.raises(ValueError, match=f"The user replied {re.escape(repr(reply))}. A reply must be"):
         play("a", "b", user=HERE + "FixedReply", reply=reply, reward=ends_well)
 
 
-@pytest.mark.parametrize("reply", [{"role": "user", "content": " so "}, [{"role": "user", "content": " so "}]])
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {"role": "user", "content": " so "},
+        [{"role": "user", "content": " so "}],
+        {"role": "user", "content": [{"type": "text", "text": " so "}]},
+    ],
+)
 def test_a_reply_may_be_messages(reply: Any) -> None:
     limits = {"max_turns": 2}
     assert text_of(play("a", "b", user=HERE + "FixedReply", reply=reply, reward=ends_well, limits=limits)) == "a| so b|"

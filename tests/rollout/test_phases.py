@@ -308,16 +308,3 @@ def test_a_tool_is_waited_for_while_nothing_generates() -> None:
         ended |= made.take_ended()
     assert ended == {(0, 0): "done"}
     made.close()
-
-
-def test_an_episode_that_leaves_settings_of_torch_changed_is_told() -> None:
-    async def careless() -> None:
-        torch.set_grad_enabled(False)
-
-    made = driver()
-    made.begin(Journal(0, 0, 0), careless)
-    try:
-        with pytest.raises(RuntimeError, match=r"Code of the episodes .* has changed settings of torch"):
-            made.step(1)
-    finally:
-        torch.set_grad_enabled(True)

@@ -8,6 +8,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -171,6 +172,17 @@ class OtherParameters(SingleStrategy):
 class RateWithoutNumber(SingleStrategy):
     def create_optimizer(self, model: nn.Module, **kwargs: Any) -> Any:
         return torch.optim.SGD(model.parameters(), lr=float("nan"))
+
+
+class RateOfNumpy(SingleStrategy):
+    def create_optimizer(self, model: nn.Module, **kwargs: Any) -> Any:
+        return torch.optim.SGD(model.parameters(), lr=np.float32(0.5))
+
+
+def test_a_rate_may_be_any_real_number() -> None:
+    strategy = create_strategy(GRPOConfig(strategy=f"{__name__}:RateOfNumpy"))
+    strategy.setup_distributed()
+    assert strategy.prepare_trained(tiny_policy()).optimizer.param_groups[0]["lr"] == 0.5
 
 
 @pytest.mark.parametrize(
